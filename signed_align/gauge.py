@@ -1,0 +1,245 @@
+"""A gauge: which group element leads from one model's coordinates to another's, space by space."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from signed_align.errors import GaugeError
+from signed_align.files import atomic_path
+from signed_align.signed_permutation import SignedPermutation
+
+FORMAT = "signed-align-gauge"
+FORMAT_VERSION = "1"
+WEAK_MARGIN = 0.05
+"""Below this margin in |correlation| a coordinate's partner could as well be another one."""
+
+_KINDS = {"signed_permutation": SignedPermutation}
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which checkpoint one end of a gauge is: the name it was opened by, and its fingerprint."""
+
+    name: str
+    fingerprint: str
+    model_type: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.fingerprint[:12]})"
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """Group elements that lead from the source's coordinates to the target's.
+
+    Parameters
+    ----------
+    elements : mapping of str to SignedPermutation
+        One element per space; a space that is absent is not moved.
+    margins : mapping of str to Tensor, shape (d,), float32
+        Per target coordinate: the matched score minus the best score of any other candidate in
+        its row or column. Absent when the gauge was constructed, not recovered.
+    source, target : ModelIdentity, optional
+        The checkpoints the gauge leads between.
+    provenance : mapping
+        How the gauge came about: method, objective, number of tokens, seed.
+    """
+
+    elements: Mapping[str, SignedPermutation]
+    margins: Mapping[str, Tensor] = field(default_factory=dict)
+    source: ModelIdentity | None = None
+    target: ModelIdentity | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for space, margin in self.margins.items():
+            if space not in self.elements or margin.shape != (self.elements[space].size,):
+                raise GaugeError(f"the margins of space {space!r} do not fit its element.")
+        object.__setattr__(self, "elements", MappingProxyType(dict(self.elements)))
+        object.__setattr__(self, "margins", MappingProxyType(dict(self.margins)))
+
+    def inverse(self) -> Gauge:
+        """The gauge that leads back from target to source."""
+        inverses = {space: element.inverse() for space, element in self.elements.items()}
+        return Gauge(
+            elements=inverses,
+            margins={
+                space: inverses[space].apply(margin, 0, signed=False)
+                for space, margin in self.margins.items()
+            },
+            source=self.target,
+            target=self.source,
+            provenance={**self.provenance, "inverted": not self.provenance.get("inverted", False)},
+        )
+
+    def then(self, other: Gauge) -> Gauge:
+        """The composition along a path: first this gauge, then ``other``.
+
+        A composed margin is the weaker of the two along the coordinate's path. Raises GaugeError
+        if ``other`` does not start where this gauge ends.
+        """
+        if self.target and other.source:
+            other.require_source(self.target)
+        elements = {**other.elements, **self.elements}
+        margins = {**other.margins, **self.margins}
+        for space in self.elements.keys() & other.elements.keys():
+            elements[space] = self.elements[space].then(other.elements[space])
+            carried = [
+                other.elements[space].apply(self.margins[space], 0, signed=False)
+                if space in self.margins
+                else None,
+                other.margins.get(space),
+            ]
+            known = [margin for margin in carried if margin is not None]
+            if known:
+                margins[space] = torch.stack(known).amin(dim=0)
+        return Gauge(
+            elements=elements,
+            margins=margins,
+            source=self.source,
+            target=other.target,
+            provenance={"path": [dict(self.provenance), dict(other.provenance)]},
+        )
+
+    def require_source(self, model: ModelIdentity) -> None:
+        """Raise GaugeError unless the gauge starts at ``model``, by fingerprint."""
+        _require("source", self.source, model)
+
+    def require_target(self, model: ModelIdentity) -> None:
+        """Raise GaugeError unless the gauge ends at ``model``, by fingerprint."""
+        _require("target", self.target, model)
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the gauge as one safetensors file; raises CheckpointError if ``path`` exists."""
+        tensors: dict[str, Tensor] = {}
+        spaces = {}
+        for space, element in self.elements.items():
+            kind = next(name for name, cls in _KINDS.items() if isinstance(element, cls))
+            spaces[space] = {"kind": kind}
+            for name, tensor in element.to_tensors().items():
+                tensors[f"{space}.{name}"] = tensor.contiguous()
+        for space, margin in self.margins.items():
+            tensors[f"{space}.margin"] = margin.to(torch.float32).contiguous()
+        metadata = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "spaces": json.dumps(spaces),
+            "source": json.dumps(asdict(self.source) if self.source else None),
+            "target": json.dumps(asdict(self.target) if self.target else None),
+            "provenance": json.dumps(dict(self.provenance)),
+        }
+        with atomic_path(Path(path), force=force) as temporary:
+            save_file(tensors, temporary, metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Gauge:
+        """Read a gauge file; raises GaugeError if it is missing, damaged or of another format."""
+        path = Path(path)
+        if not path.is_file():
+            raise GaugeError(f"there is no gauge file at {path}.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise GaugeError(f"{path} is not a readable safetensors file: {error}.") from error
+        if metadata.get("format") != FORMAT:
+            raise GaugeError(f"{path} is not a gauge file (its format is not {FORMAT!r}).")
+        if metadata.get("version") != FORMAT_VERSION:
+            raise GaugeError(
+                f"{path} has gauge format version {metadata.get('version')}; "
+                f"this release reads version {FORMAT_VERSION}."
+            )
+        try:
+            elements = {
+                space: _KINDS[entry["kind"]].from_tensors(
+                    {
+                        name.removeprefix(f"{space}."): tensor
+                        for name, tensor in tensors.items()
+                        if name.startswith(f"{space}.")
+                    }
+                )
+                for space, entry in json.loads(metadata["spaces"]).items()
+            }
+            source, target = (json.loads(metadata[end]) for end in ("source", "target"))
+            return cls(
+                elements=elements,
+                margins={
+                    space: tensors[f"{space}.margin"]
+                    for space in elements
+                    if f"{space}.margin" in tensors
+                },
+                source=ModelIdentity(**source) if source else None,
+                target=ModelIdentity(**target) if target else None,
+                provenance=json.loads(metadata["provenance"]),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise GaugeError(f"{path} is not a valid gauge file: {error!r}.") from error
+
+    def summary(self) -> dict[str, Any]:
+        """What ``inspect`` and ``--json`` say of the gauge: sizes, signs, margins, both ends."""
+        spaces: dict[str, dict[str, Any]] = {}
+        for space, element in self.elements.items():
+            spaces[space] = {
+                "size": element.size,
+                "identity": element.is_identity,
+                "positive_sign_fraction": float((element.sign > 0).double().mean()),
+                "fixed_point_fraction": float(
+                    (element.perm == torch.arange(element.size)).double().mean()
+                ),
+            }
+            if space in self.margins:
+                spaces[space]["margin"] = margin_quantiles(self.margins[space])
+                spaces[space]["weak_fraction"] = float(
+                    (self.margins[space] < WEAK_MARGIN).double().mean()
+                )
+        return {
+            "spaces": spaces,
+            "source": asdict(self.source) if self.source else None,
+            "target": asdict(self.target) if self.target else None,
+            "provenance": dict(self.provenance),
+        }
+
+
+def margin_quantiles(margin: Tensor) -> dict[str, float]:
+    """Minimum, 5 %, median and 95 % quantile of per-coordinate margins of shape (d,)."""
+    points = torch.tensor([0.0, 0.05, 0.5, 0.95], dtype=torch.float64)
+    values = torch.quantile(margin.double(), points)
+    return dict(zip(("min", "q05", "median", "q95"), values.tolist(), strict=True))
+
+
+def coordinate_accuracy(found: SignedPermutation, truth: SignedPermutation) -> dict[str, float]:
+    """Share of coordinates whose partner, and whose sign, a recovered element gets right.
+
+    Returns ``permutation_accuracy`` and ``sign_accuracy``; a sign counts as right only where the
+    permutation is, since it belongs to a pair of coordinates.
+    """
+    if found.size != truth.size:
+        raise GaugeError(f"the gauge has {found.size} coordinates and the true one {truth.size}.")
+    right = found.perm == truth.perm
+    return {
+        "permutation_accuracy": float(right.double().mean()),
+        "sign_accuracy": float((right & (found.sign == truth.sign)).double().mean()),
+    }
+
+
+def _require(end: str, recorded: ModelIdentity | None, model: ModelIdentity) -> None:
+    if recorded is None:
+        raise GaugeError(
+            f"the gauge does not say which model is its {end}, so it cannot be checked "
+            f"against {model}."
+        )
+    if recorded.fingerprint != model.fingerprint:
+        raise GaugeError(
+            f"the gauge's {end} is {recorded}, not {model}: it was made for another checkpoint."
+        )

@@ -1,0 +1,36 @@
+"""Progress on stderr: shown on a terminal, silent without one or when asked to be quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+
+
+def track(
+    items: Iterable[T], description: str, total: float | None = None, unit: str = "it"
+) -> Iterable[T]:
+    """Iterate over ``items`` with a progress line."""
+    return tqdm(items, description, total=total, unit=unit, leave=False, disable=_disabled())
+
+
+def byte_meter(description: str, total: int) -> tqdm:
+    """A progress line that counts ``total`` bytes; call ``update`` and ``close`` on it."""
+    return tqdm(
+        desc=description,
+        total=total,
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        disable=_disabled(),
+    )
+
+
+def _disabled() -> bool | None:
+    return True if quiet.get() else None  # None: tqdm asks whether stderr is a terminal
