@@ -1,0 +1,25 @@
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from transformers.utils import logging
+
+torch.set_num_threads(2)
+logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def twin(tmp_path_factory):
+    """A tiny llama, its scrambled twin, and the true gauge between them."""
+    from signed_align import scramble
+    from tests import tiny
+
+    root = tmp_path_factory.mktemp("twin")
+    source = tiny.save(tiny.build("llama"), root / "source")
+    gauge = scramble(source, root / "target", seed=3)
+    gauge.save(root / "gauge.safetensors")
+    return source, root / "target", gauge
