@@ -1,0 +1,139 @@
+"""Text in, paired hidden states out: both models run on the same tokens, one batch at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from signed_align.checkpoint import Checkpoint
+from signed_align.errors import CheckpointError, SignedAlignError
+
+MAX_LENGTH = 128
+BATCH_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids and attention mask, both of shape (sequences, length), padded on the right."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """The number of real tokens."""
+        return int(self.attention_mask.sum())
+
+    def to(self, device: str) -> Batch:
+        """The same batch on another device."""
+        return Batch(self.input_ids.to(device), self.attention_mask.to(device))
+
+
+def read_text(path: str | Path) -> list[str]:
+    """The non-empty lines of a UTF-8 text file; raises SignedAlignError if there are none."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise SignedAlignError(f"the text file {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise SignedAlignError(f"the text file {path} is not UTF-8: {error.reason}.") from error
+    sentences = [line.strip() for line in lines if line.strip()]
+    if not sentences:
+        raise SignedAlignError(f"the text file {path} is empty.")
+    return sentences
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's tokenizer; raises CheckpointError if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{checkpoint.name} has no tokenizer that loads.") from error
+
+
+def load_model(checkpoint: Checkpoint, *, head: bool, dtype: torch.dtype, device: str) -> Any:
+    """The checkpoint as a module in evaluation mode, with or without its language-model head."""
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        auto = AutoModelForCausalLM if head else AutoModel
+        model = auto.from_pretrained(checkpoint.path, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"transformers cannot load {checkpoint.name}: {str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    return model.to(device).eval()
+
+
+def batches(
+    tokenizer: Any, sentences: Iterable[str], *, max_tokens: int, seed: int = 0
+) -> list[Batch]:
+    """Tokenise sentences, cut at ``MAX_LENGTH``, and pack those of similar length together.
+
+    Sentences are taken in a random order fixed by ``seed`` until ``max_tokens`` are reached.
+    """
+    order = list(sentences)
+    random.Random(seed).shuffle(order)
+    chosen: list[list[int]] = []
+    budget = max_tokens
+    for sentence in order:
+        ids = tokenizer(sentence, truncation=True, max_length=MAX_LENGTH)["input_ids"]
+        if budget <= 0:
+            break
+        chosen.append(ids)
+        budget -= len(ids)
+    chosen.sort(key=len)
+    packed: list[Batch] = []
+    while chosen:
+        count = max(1, BATCH_TOKENS // max(1, len(chosen[-1])))
+        packed.append(_pad(chosen[-count:]))
+        del chosen[-count:]
+    random.Random(seed).shuffle(packed)
+    return packed
+
+
+def _pad(sequences: list[list[int]]) -> Batch:
+    length = max(len(ids) for ids in sequences)
+    input_ids = torch.zeros(len(sequences), length, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, ids in enumerate(sequences):
+        input_ids[row, : len(ids)] = torch.tensor(ids)
+        attention_mask[row, : len(ids)] = 1
+    return Batch(input_ids, attention_mask)
+
+
+@torch.inference_mode()
+def paired_hidden_states(
+    source: Any, target: Any, batch: Batch
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Run both models on a batch and yield (state, source rows, target rows), padding removed.
+
+    State k is what block k reads; the last one is taken after the final norm. Rows have shape
+    (tokens, d), float32, on the CPU.
+    """
+    mask = batch.attention_mask.bool()
+    states = [
+        model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            output_hidden_states=True,
+            use_cache=False,
+        ).hidden_states
+        for model in (source, target)
+    ]
+    for state, (x, y) in enumerate(zip(*states, strict=True)):
+        yield state, x[mask].float().cpu(), y[mask].float().cpu()

@@ -1,0 +1,161 @@
+"""Loss along the straight line between two checkpoints, and its peak above the chord."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from signed_align.activations import Batch, batches, load_model, load_tokenizer
+from signed_align.checkpoint import Checkpoint
+from signed_align.errors import CheckpointError
+from signed_align.gauge import Gauge
+from signed_align.labels import transport
+from signed_align.progress import track
+
+DEFAULT_POINTS = 11
+DEFAULT_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class LossPath:
+    """Mean loss in nats per token at points along θ(α) = (1 - α) θ_A + α θ_B."""
+
+    alphas: list[float]
+    losses: list[float]
+
+    @property
+    def chord(self) -> list[float]:
+        """The losses of the two ends, interpolated."""
+        start, end = self.losses[0], self.losses[-1]
+        return [(1 - alpha) * start + alpha * end for alpha in self.alphas]
+
+    @property
+    def barrier(self) -> float:
+        """The peak of the loss above the chord, in nats per token; never below 0."""
+        return max(loss - chord for loss, chord in zip(self.losses, self.chord, strict=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The path as JSON: ``alphas``, ``losses``, ``chord`` and ``barrier_nats``."""
+        return {**asdict(self), "chord": self.chord, "barrier_nats": self.barrier}
+
+
+@dataclass
+class Barrier:
+    """Losses of one architecture on one text; the model is loaded once and its weights swapped.
+
+    Parameters
+    ----------
+    start : Checkpoint
+        The end of the path at α = 0.
+    sentences : sequence of str
+        The text the loss is measured on.
+    max_tokens : int
+        How much of the text to use.
+    dtype, device
+        What the model runs in and on.
+    """
+
+    start: Checkpoint
+    sentences: Sequence[str]
+    max_tokens: int = DEFAULT_TOKENS
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self._batches = [
+            batch.to(self.device)
+            for batch in batches(
+                load_tokenizer(self.start), self.sentences, max_tokens=self.max_tokens
+            )
+        ]
+        self._model = load_model(self.start, head=True, dtype=self.dtype, device=self.device)
+        self._start_weights = {
+            name: parameter.detach().clone() for name, parameter in self._model.named_parameters()
+        }
+
+    def path(self, end: Checkpoint, gauge: Gauge | None = None, points: int = 5) -> LossPath:
+        """The loss along the line to ``end``, of which ``gauge`` (from start to end) is undone.
+
+        Raises CheckpointError if ``end`` does not have the start's weights.
+        """
+        weights = self._weights_of(end, gauge.inverse() if gauge else None)
+        alphas = torch.linspace(0, 1, points, dtype=torch.float64).tolist()
+        losses = []
+        for alpha in track(alphas, "measuring the path", unit="point"):
+            with torch.no_grad():
+                for name, parameter in self._model.named_parameters():
+                    parameter.copy_(torch.lerp(self._start_weights[name], weights[name], alpha))
+            losses.append(self._loss())
+        return LossPath(alphas, losses)
+
+    def loss(self, checkpoint: Checkpoint) -> float:
+        """Mean loss of a checkpoint in nats per token."""
+        weights = self._weights_of(checkpoint, None)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(weights[name])
+        return self._loss()
+
+    def _weights_of(self, checkpoint: Checkpoint, gauge: Gauge | None) -> dict[str, Tensor]:
+        model = load_model(checkpoint, head=True, dtype=self.dtype, device=self.device)
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        if shapes != {name: tensor.shape for name, tensor in self._start_weights.items()}:
+            raise CheckpointError(
+                f"{checkpoint.name} does not have the same weights as {self.start.name}, so there "
+                "is no straight line between them."
+            )
+        if gauge is not None:
+            axes = checkpoint.chart.axes
+            for name, tensor in weights.items():
+                weights[name] = transport(tensor, axes(name, tensor.shape), gauge)
+        return weights
+
+    @torch.inference_mode()
+    def _loss(self) -> float:
+        total, count = 0.0, 0
+        for batch in self._batches:
+            loss, tokens = _token_loss(self._model, batch)
+            total, count = total + loss, count + tokens
+        return total / max(count, 1)
+
+
+def _token_loss(model: Any, batch: Batch) -> tuple[float, int]:
+    logits = model(
+        input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+    ).logits[:, :-1]
+    targets = batch.input_ids[:, 1:]
+    mask = batch.attention_mask[:, 1:].bool()
+    loss = torch.nn.functional.cross_entropy(logits[mask].float(), targets[mask], reduction="sum")
+    return float(loss), int(mask.sum())
+
+
+def plot_paths(paths: dict[str, LossPath], file: str | Path, title: str = "") -> None:
+    """Draw loss against α for each path, with its chord, to an image file.
+
+    The format follows the file's suffix (png, svg, pdf).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+    for label, path in paths.items():
+        (line,) = axis.plot(
+            path.alphas, path.losses, marker="o", markersize=4, label=f"{label}: {path.barrier:.3f}"
+        )
+        axis.plot(path.alphas, path.chord, linestyle=":", linewidth=1, color=line.get_color())
+    axis.set_xlabel("α  (0: A, 1: B)")
+    axis.set_ylabel("loss, nats per token")
+    axis.legend(title="peak above chord, nats", frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    if title:
+        axis.set_title(title)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,321 @@
+"""Recovering the gauge between two checkpoints, from activations on text or from weights alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from signed_align.activations import (
+    batches,
+    load_model,
+    load_tokenizer,
+    paired_hidden_states,
+    read_text,
+)
+from signed_align.chart import RESIDUAL, Chart
+from signed_align.checkpoint import Checkpoint
+from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
+from signed_align.gauge import Gauge, ModelIdentity
+from signed_align.matching import Correlation, Objective, match
+from signed_align.progress import track
+
+BLOCK_ROWS = 8192
+MASSIVE_RATIO = 10.0
+"""Samples whose norm exceeds this multiple of the median norm are left out."""
+
+TOKENS_PER_COORDINATE = 8
+"""Calibration tokens used per residual coordinate, if the text has that many."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The correlation between two checkpoints' coordinates, from which gauges are read off.
+
+    ``correlation`` has shape (d, d), source coordinates by target coordinates.
+    """
+
+    correlation: Tensor
+    chart: Chart
+    source: ModelIdentity
+    target: ModelIdentity
+    provenance: Mapping[str, Any]
+
+    def gauge(self, objective: Objective = Objective.SIGN_MARGINALIZED) -> Gauge:
+        """The gauge that ``objective`` finds, with its margins."""
+        found = match(self.correlation, objective, self.chart.native_group)
+        return Gauge(
+            elements={RESIDUAL.space: found.element},
+            margins={RESIDUAL.space: found.margin},
+            source=self.source,
+            target=self.target,
+            provenance={**self.provenance, "objective": objective.value},
+        )
+
+
+def recover(
+    source: str | Path,
+    target: str | Path,
+    *,
+    text: str | Path | Sequence[str] | None = None,
+    objective: Objective | str = Objective.SIGN_MARGINALIZED,
+    layers: Sequence[int] | None = None,
+    max_tokens: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Gauge:
+    """Recover the gauge that leads from ``source``'s to ``target``'s residual coordinates.
+
+    Parameters
+    ----------
+    source, target : str or Path
+        Checkpoints of one architecture: local directories or Hub ids.
+    text : path or sequence of str, optional
+        Calibration text: a UTF-8 file with a sentence a line, or the sentences. Without text the
+        gauge is recovered from the embedding and unembedding weights.
+    objective : Objective or str
+        ``sign_marginalized`` (the method), or a baseline: ``signed``, ``permutation``.
+    layers : sequence of int, optional
+        Hidden states to use (0 is the embedding, negative counts from the end); all by default.
+    max_tokens : int, optional
+        Calibration tokens to use at most; 8 per residual coordinate by default.
+    dtype, device
+        What the models run in and on, when there is text.
+    seed : int
+        Chooses the sentences, if there are more than are used.
+
+    Returns
+    -------
+    Gauge
+        With per-coordinate margins and the fingerprints of both checkpoints.
+
+    Raises
+    ------
+    SignedAlignError
+        If the checkpoints do not belong to one architecture, or activations are not finite.
+    """
+    source_checkpoint, target_checkpoint = Checkpoint.open(source), Checkpoint.open(target)
+    if text is None:
+        if layers is not None:
+            raise GaugeError("layers can be chosen only when there is text to run the models on.")
+        evidence = evidence_from_weights(source_checkpoint, target_checkpoint)
+    else:
+        sentences = read_text(text) if isinstance(text, str | Path) else list(text)
+        (evidence,) = evidence_from_activations(
+            source_checkpoint,
+            target_checkpoint,
+            sentences,
+            layer_groups={"all": layers},
+            max_tokens=max_tokens,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+        ).values()
+    return evidence.gauge(Objective(objective))
+
+
+def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:
+    """Correlate coordinates over the rows of embedding and unembedding, streamed in blocks.
+
+    Rows are tokens that both vocabularies have. Rows that are zero, or whose norm is massive, are
+    left out: they are placeholders, not evidence.
+    """
+    chart = _common_chart(source, target)
+    names = [name for name in chart.token_matrices(source.files) if name in target.files]
+    if not names:
+        raise CheckpointError(
+            f"{source.name} and {target.name} share no embedding or unembedding matrix."
+        )
+    correlation = Correlation(chart.sizes[RESIDUAL.space])
+    left_out = 0
+    for name in names:
+        for x, y in track(_paired_rows(source, target, name), f"reading {name}", unit="block"):
+            kept = _typical(x, y)
+            left_out += len(kept) - int(kept.sum())
+            correlation.add(x[kept], y[kept], stream=name)
+    return _evidence(
+        correlation,
+        chart,
+        source,
+        target,
+        {"method": "weights", "matrices": names, "left_out": left_out},
+    )
+
+
+def evidence_from_activations(
+    source: Checkpoint,
+    target: Checkpoint,
+    sentences: Sequence[str],
+    *,
+    layer_groups: Mapping[str, Sequence[int] | None],
+    max_tokens: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> dict[str, Evidence]:
+    """Correlate coordinates over tokens, once per group of hidden states, in one pass over text.
+
+    Parameters
+    ----------
+    source, target : Checkpoint
+        Both run on the same tokens, as the source's tokenizer makes them.
+    sentences : sequence of str
+        Calibration text.
+    layer_groups : mapping of str to sequence of int or None
+        Which hidden states are pooled into which correlation; None means all of them.
+    max_tokens, dtype, device, seed
+        As in :func:`recover`.
+
+    Returns
+    -------
+    dict of str to Evidence
+        One entry per group. Tokens whose norm exceeds 10 times the median norm of their hidden
+        state (attention sinks, separators) are left out and counted.
+    """
+    chart = _common_chart(source, target)
+    size = chart.sizes[RESIDUAL.space]
+    tokenizer = load_tokenizer(source)
+    _require_same_tokens(source, target)
+    todo = batches(
+        tokenizer,
+        sentences,
+        max_tokens=max_tokens or TOKENS_PER_COORDINATE * size,
+        seed=seed,
+    )
+    tokens = sum(batch.tokens for batch in todo)
+    if tokens < size:
+        warnings.warn(
+            f"the calibration text has {tokens} tokens for {size} coordinates; at least {size} "
+            f"are needed for a trustworthy gauge, {TOKENS_PER_COORDINATE * size} are better.",
+            SignedAlignWarning,
+            stacklevel=2,
+        )
+    source_model = load_model(source, head=False, dtype=dtype, device=device)
+    target_model = load_model(target, head=False, dtype=dtype, device=device)
+    states = int(source.config.get_text_config().num_hidden_layers) + 1
+    groups = {name: _resolve_layers(chosen, states) for name, chosen in layer_groups.items()}
+    correlations = {name: Correlation(size) for name in groups}
+    seen = dict.fromkeys(groups, 0)
+    for batch in track(todo, "running both models", unit="batch"):
+        for state, x, y in paired_hidden_states(source_model, target_model, batch.to(device)):
+            members = [name for name, chosen in groups.items() if state in chosen]
+            if not members:
+                continue
+            kept = _typical(x, y)
+            for name in members:
+                seen[name] += len(kept)
+                correlations[name].add(x[kept], y[kept], stream=str(state))
+    return {
+        name: _evidence(
+            correlation,
+            chart,
+            source,
+            target,
+            {
+                "method": "activations",
+                "layers": groups[name],
+                "tokens": tokens,
+                "left_out": seen[name] - correlation.samples,
+            },
+        )
+        for name, correlation in correlations.items()
+    }
+
+
+def _evidence(
+    correlation: Correlation,
+    chart: Chart,
+    source: Checkpoint,
+    target: Checkpoint,
+    provenance: dict[str, Any],
+) -> Evidence:
+    if not correlation.samples:
+        raise GaugeError("no usable sample is left to recover a gauge from.")
+    return Evidence(
+        correlation=correlation.matrix(),
+        chart=chart,
+        source=source.identity,
+        target=target.identity,
+        provenance={**provenance, "samples": correlation.samples},
+    )
+
+
+def _common_chart(source: Checkpoint, target: Checkpoint) -> Chart:
+    chart, other = source.chart, target.chart
+    if chart.family is not other.family or chart.norm is not other.norm:
+        raise CheckpointError(
+            f"{source.name} is a {chart.model_type} model and {target.name} a "
+            f"{other.model_type} model; a gauge leads between models of one architecture."
+        )
+    if chart.sizes != other.sizes:
+        raise CheckpointError(
+            f"{source.name} has {chart.sizes[RESIDUAL.space]} residual coordinates and "
+            f"{target.name} {other.sizes[RESIDUAL.space]}; no gauge leads between them."
+        )
+    return chart
+
+
+def _typical(x: Tensor, y: Tensor) -> Tensor:
+    """Which paired samples have a norm that is neither zero nor massive, on both sides."""
+    kept = torch.ones(len(x), dtype=torch.bool)
+    for samples in (x, y):
+        norms = samples.float().norm(dim=1)
+        bound = MASSIVE_RATIO * norms.nanmedian()
+        # NaN is kept, so that the correlation sees and refuses it.
+        kept &= ~((norms > bound) & norms.isfinite()) & (norms != 0)
+    return kept
+
+
+def _resolve_layers(chosen: Sequence[int] | None, states: int) -> list[int]:
+    if chosen is None:
+        return list(range(states))
+    for layer in chosen:
+        if not -states <= layer < states:
+            raise GaugeError(
+                f"there is no hidden state {layer}; the model has {states} of them, 0 to "
+                f"{states - 1}."
+            )
+    return sorted({layer % states for layer in chosen})
+
+
+def _vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
+    try:
+        return load_tokenizer(checkpoint).get_vocab()
+    except CheckpointError:
+        return None
+
+
+def _require_same_tokens(source: Checkpoint, target: Checkpoint) -> None:
+    theirs = _vocabulary(target)
+    if theirs is not None and theirs != _vocabulary(source):
+        raise CheckpointError(
+            f"{source.name} and {target.name} have different tokenizers, so they cannot be run on "
+            "the same tokens; recover the gauge from weights instead."
+        )
+
+
+def _paired_rows(
+    source: Checkpoint, target: Checkpoint, name: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of rows of a token matrix that belong to the same tokens in both checkpoints."""
+    mine, theirs = _vocabulary(source), _vocabulary(target)
+    if mine is not None and theirs is not None and mine != theirs:
+        shared = sorted((row, theirs[token]) for token, row in mine.items() if token in theirs)
+        if not shared:
+            raise CheckpointError(f"{source.name} and {target.name} share no token.")
+        rows, partners = torch.tensor(shared).T
+        x, y = source.tensor(name), target.tensor(name)
+        present = (rows < len(x)) & (partners < len(y))
+        for block in torch.stack([rows, partners])[:, present].split(BLOCK_ROWS, dim=1):
+            yield x[block[0]], y[block[1]]
+        return
+    count = min(source.shape(name)[0], target.shape(name)[0])
+    for start in range(0, count, BLOCK_ROWS):
+        stop = min(start + BLOCK_ROWS, count)
+        yield source.rows(name, start, stop), target.rows(name, start, stop)
