@@ -1,0 +1,164 @@
+"""What every artifact family has in common: files of labelled tensors, moved by one function."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from signed_align.chart import RESIDUAL, Chart
+from signed_align.checkpoint import Checkpoint, is_weight_file, rewrite_safetensors
+from signed_align.errors import ArtifactError, CheckpointError, GaugeError, SignedAlignWarning
+from signed_align.files import atomic_path
+from signed_align.gauge import Gauge
+from signed_align.labels import Axes
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact on disk, recognised and labelled, ready to be moved.
+
+    Parameters
+    ----------
+    kind : str
+        What it is, in words.
+    path : Path
+        Its directory.
+    made_on : str or None
+        The model it says it was made on.
+    weights : sequence of str
+        Its safetensors files, relative to ``path``.
+    label : callable
+        From a tensor's name and shape to its axis labels; raises for a tensor it does not know.
+    settings : mapping of str to dict
+        JSON files that name the model, by relative path, as they read after the move.
+    details : mapping
+        What ``inspect`` says about it.
+    """
+
+    kind: str
+    path: Path
+    made_on: str | None
+    weights: tuple[str, ...]
+    label: Callable[[str, tuple[int, ...]], Axes]
+    settings: Mapping[str, dict[str, Any]]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Family(Protocol):
+    """A kind of artifact: how to tell it from its files, and how to label it."""
+
+    kind: str
+
+    def recognises(self, path: Path) -> bool:
+        """Whether the directory ``path`` looks like this kind of artifact."""
+        ...
+
+    def inspect(self, path: Path) -> dict[str, Any]:
+        """What the artifact says of itself, as JSON."""
+        ...
+
+    def read(self, path: Path, chart: Chart, gauge: Gauge) -> Artifact:
+        """Read and label it; raises ArtifactError, with the reason, if it cannot be moved."""
+        ...
+
+
+def move(
+    family: Family,
+    path: Path,
+    gauge: Gauge,
+    out: Path,
+    *,
+    any_source: bool = False,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Move the artifact at ``path`` through ``gauge`` into the directory ``out``.
+
+    Returns a report: ``kind``, ``out``, ``tensors``, ``made_on``, ``source_verified``,
+    ``left_out``. Raises SignedAlignError, and leaves nothing behind, if anything is not understood.
+    """
+    if gauge.source is None:
+        raise GaugeError("the gauge does not say which model it starts from, so nothing can move.")
+    chart = Chart.for_model(gauge.source.model_type, gauge.elements[RESIDUAL.space].size)
+    chart.require_native(gauge)
+    artifact = family.read(path, chart, gauge)
+    verified = any_source or _is_gauge_source(artifact, gauge)
+    tensors, left_out = 0, []
+    with atomic_path(out, force=force) as temporary:
+        temporary.mkdir()
+
+        def count(name: str, shape: tuple[int, ...]) -> Axes:
+            nonlocal tensors
+            tensors += 1
+            return artifact.label(name, shape)
+
+        for file in sorted(path.rglob("*")):
+            relative = str(file.relative_to(path))
+            if not file.is_file() or relative in artifact.settings:
+                continue
+            if relative not in artifact.weights and is_weight_file(file):
+                left_out.append(relative)
+                continue
+            (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
+            if relative in artifact.weights:
+                rewrite_safetensors(file, temporary / relative, count, gauge)
+            else:
+                shutil.copy2(file, temporary / relative)
+        for relative, settings in artifact.settings.items():
+            (temporary / relative).write_text(json.dumps(settings, indent=2) + "\n")
+    return {
+        "kind": artifact.kind,
+        "out": str(out),
+        "tensors": tensors,
+        "made_on": artifact.made_on,
+        "source_verified": verified,
+        "left_out": left_out,
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; raises ArtifactError if it is not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} is not readable JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ArtifactError(f"{path} holds no JSON object.")
+    return content
+
+
+def _is_gauge_source(artifact: Artifact, gauge: Gauge) -> bool:
+    """Whether the artifact is proved to be made on the gauge's source; raises if it is not.
+
+    A model that is at hand is compared by fingerprint. One that is not can only be compared by
+    name, which is reported but not a proof.
+    """
+    assert gauge.source is not None
+    made_on = artifact.made_on
+    if not made_on:
+        warnings.warn(
+            f"the {artifact.kind} does not say which model it was made on; it is taken to be "
+            f"{gauge.source.name}.",
+            SignedAlignWarning,
+            stacklevel=3,
+        )
+        return False
+    if Path(made_on).is_dir():
+        try:
+            identity = Checkpoint.open(made_on).identity
+        except CheckpointError:
+            identity = None
+        if identity is not None:
+            gauge.require_source(identity)
+            return True
+    if Path(made_on).name.lower() != Path(gauge.source.name).name.lower():
+        raise ArtifactError(
+            f"the {artifact.kind} was made on {made_on!r}, but the gauge leads from "
+            f"{gauge.source.name!r}; pass --any-source if both are the same model or share its "
+            "coordinates."
+        )
+    return False

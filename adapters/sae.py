@@ -1,0 +1,136 @@
+"""SAELens sparse autoencoders on the residual stream: features stay, coordinates move."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from signed_align.adapters.artifact import Artifact, read_json
+
+from signed_align.chart import RESIDUAL, Chart, NativeGroup
+from signed_align.errors import ArtifactError
+from signed_align.gauge import Gauge
+from signed_align.labels import Axes
+
+CONFIG_NAME = "cfg.json"
+WEIGHTS_NAME = "sae_weights.safetensors"
+SPARSITY_NAME = "sparsity.safetensors"
+
+PER_FEATURE: Axes = (None,)
+TENSORS: Mapping[str, Axes] = {
+    "W_enc": (RESIDUAL, None),
+    "W_dec": (None, RESIDUAL),
+    "b_dec": (RESIDUAL,),
+    "b_enc": PER_FEATURE,
+    "b_gate": PER_FEATURE,
+    "b_mag": PER_FEATURE,
+    "r_mag": PER_FEATURE,
+    "threshold": PER_FEATURE,
+    "log_threshold": PER_FEATURE,
+    "scaling_factor": PER_FEATURE,
+    "sparsity": PER_FEATURE,
+    "topk_threshold": (),
+}
+ARCHITECTURES = {"standard", "gated", "jumprelu", "topk", "batchtopk"}
+TRANSFORMER_LENS_HOOK = re.compile(
+    r"hook_embed|blocks\.\d+\.hook_(resid_(pre|mid|post)|attn_out|mlp_out)"
+)
+
+
+class SaeFamily:
+    """SAEs as SAELens' ``save_model`` and ``save_inference_model`` write them."""
+
+    kind = "SAELens SAE"
+
+    def recognises(self, path: Path) -> bool:
+        """Whether there are a cfg.json and SAE weights."""
+        return (path / CONFIG_NAME).is_file() and (path / WEIGHTS_NAME).is_file()
+
+    def inspect(self, path: Path) -> dict[str, Any]:
+        """Architecture, sizes, hook and model."""
+        config = read_json(path / CONFIG_NAME)
+        metadata = _metadata(config)
+        return {
+            "architecture": config.get("architecture", "standard"),
+            "d_in": config.get("d_in"),
+            "d_sae": config.get("d_sae"),
+            "hook_name": metadata.get("hook_name"),
+            "model_name": metadata.get("model_name"),
+            "normalize_activations": config.get("normalize_activations", "none"),
+        }
+
+    def read(self, path: Path, chart: Chart, gauge: Gauge) -> Artifact:
+        """Read and label the SAE; raises ArtifactError, with the reason, if it cannot move."""
+        config = read_json(path / CONFIG_NAME)
+        details = self.inspect(path)
+        _require_movable(details, config, chart, gauge)
+        moved = dict(config)
+        if gauge.target is not None:
+            holder = moved if "metadata" not in moved else dict(moved["metadata"])
+            holder["model_name"] = gauge.target.name
+            if holder is not moved:
+                moved["metadata"] = holder
+        present = [name for name in (WEIGHTS_NAME, SPARSITY_NAME) if (path / name).is_file()]
+        return Artifact(
+            kind=self.kind,
+            path=path,
+            made_on=details["model_name"],
+            weights=tuple(present),
+            label=partial(label, chart),
+            settings={CONFIG_NAME: moved},
+            details=details,
+        )
+
+
+def label(chart: Chart, name: str, shape: tuple[int, ...]) -> Axes:
+    """The axis labels of one tensor of a saved SAE.
+
+    Raises ArtifactError for a tensor that is not known, ChartError for one of another width.
+    """
+    if name not in TENSORS:
+        raise ArtifactError(
+            f"the SAE tensor {name!r} is not understood; known are {', '.join(TENSORS)}."
+        )
+    chart.require_fit(name, shape, TENSORS[name])
+    return TENSORS[name]
+
+
+def _metadata(config: dict[str, Any]) -> dict[str, Any]:
+    """SAELens 6 keeps hook and model under ``metadata``, older releases at the top."""
+    metadata = config.get("metadata")
+    return {**config, **metadata} if isinstance(metadata, dict) else config
+
+
+def _require_movable(
+    details: dict[str, Any], config: dict[str, Any], chart: Chart, gauge: Gauge
+) -> None:
+    if details["architecture"] not in ARCHITECTURES:
+        raise ArtifactError(
+            f"the SAE's architecture is {details['architecture']!r}; this release moves "
+            f"{', '.join(sorted(ARCHITECTURES))}."
+        )
+    hook = details["hook_name"]
+    if not hook:
+        raise ArtifactError("the SAE does not say which hook it reads, so its space is not known.")
+    if not (TRANSFORMER_LENS_HOOK.fullmatch(hook) or chart.family.is_residual_hook(hook)):
+        raise ArtifactError(
+            f"the SAE reads {hook!r}, whose coordinates are not those of the residual stream; "
+            "the gauge says nothing about them."
+        )
+    if config.get("reshape_activations", "none") != "none":
+        raise ArtifactError("the SAE reshapes head outputs, which are not residual coordinates.")
+    normalisation = details["normalize_activations"]
+    if normalisation == "covariance_whitening":
+        raise ArtifactError(
+            "the SAE expects whitened activations, and the whitening matrix is not saved with it; "
+            "fold it into the weights first (fold_activation_whitening in SAELens)."
+        )
+    even_signs = NativeGroup.PERMUTATION_AND_GLOBAL_SIGN
+    if normalisation == "layer_norm" and not even_signs.contains(gauge.elements[RESIDUAL.space]):
+        raise ArtifactError(
+            "the SAE normalises with layer_norm, which subtracts the mean over coordinates; a "
+            "gauge that flips single signs changes that mean, so the SAE cannot follow it."
+        )
