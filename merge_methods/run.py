@@ -1,0 +1,126 @@
+"""Running a mergekit recipe: errors in one sentence, output only when it is complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.options import MergeOptions
+from pydantic import ValidationError
+from signed_align.merge_methods.align import GAUGES, AlignedMergeMethod
+
+from signed_align.checkpoint import Checkpoint
+from signed_align.errors import ArtifactError, SignedAlignError
+from signed_align.files import atomic_path
+
+
+def merge(
+    recipe: str | Path,
+    out: str | Path,
+    options: MergeOptions | None = None,
+    *,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Run a mergekit recipe, aligned or not, and write the merged checkpoint to ``out``.
+
+    Parameters
+    ----------
+    recipe : str or Path
+        A YAML recipe as ``mergekit-yaml`` takes it. Relative model and gauge paths are looked up
+        from the working directory, as mergekit does.
+    out : str or Path
+        The directory to make.
+    options : MergeOptions, optional
+        mergekit's options; its defaults otherwise.
+    force : bool
+        Replace ``out`` if it exists.
+
+    Returns
+    -------
+    dict
+        ``out``, ``merge_method``, ``reference`` (whose coordinates the output has; None where the
+        method does not align), and ``gauges`` (one summary per aligned model).
+
+    Raises
+    ------
+    SignedAlignError
+        If the recipe is not valid, or the models cannot be aligned.
+    """
+    from mergekit import merge_methods
+
+    options = options or MergeOptions()
+    source = _read(recipe)
+    try:
+        config = MergeConfiguration.model_validate(yaml.safe_load(source))
+        method = merge_methods.get(config.merge_method)
+    except (ValidationError, RuntimeError, yaml.YAMLError, TypeError) as error:
+        raise ArtifactError(f"the recipe {recipe} is not valid: {_one_line(error)}") from error
+    whole_models = config.models  # run_merge rewrites the recipe into slices
+    if not any(_has_tokenizer(model) for model in config.referenced_models()):
+        options = options.model_copy(update={"copy_tokenizer": False})
+    reference = None
+    if isinstance(method, AlignedMergeMethod):
+        config.parameters = dict(config.parameters or {})
+        reference = str(config.parameters.setdefault("reference", _reference(config)))
+    GAUGES.forget()
+    with atomic_path(Path(out), force=force) as temporary:
+        try:
+            run_merge(config, str(temporary), options, config_source=source)
+        except SignedAlignError:
+            raise
+        except (ValueError, TypeError, RuntimeError, KeyError, OSError) as error:
+            raise ArtifactError(f"mergekit could not merge: {_one_line(error)}") from error
+        if whole_models and options.safe_serialization:
+            _require_complete(Checkpoint.open(temporary), whole_models[0].model)
+    return {
+        "out": str(out),
+        "merge_method": config.merge_method,
+        "reference": reference,
+        "gauges": GAUGES.summaries() if reference else [],
+    }
+
+
+def _reference(config: MergeConfiguration) -> str:
+    """The base model, or the first model of the recipe where there is no base."""
+    if config.base_model:
+        return str(config.base_model)
+    if config.models:
+        return str(config.models[0].model)
+    slices = config.slices or []
+    for module in (config.modules or {}).values():
+        if module.models:
+            return str(module.models[0].model)
+        slices = slices or module.slices or []
+    return str(slices[0].base_model or slices[0].sources[0].model)
+
+
+def _require_complete(merged: Checkpoint, model: ModelReference) -> None:
+    """Raise if mergekit left out weights: it writes only those its architecture file lists."""
+    expected = GAUGES.checkpoint(model).files
+    missing = sorted(set(expected) - set(merged.files))
+    if missing:
+        raise ArtifactError(
+            f"mergekit left out {len(missing)} weights that it does not know of, such as "
+            f"{missing[0]!r}, so the merged model would be incomplete."
+        )
+
+
+def _has_tokenizer(model: ModelReference) -> bool:
+    """Whether a local model has one for mergekit to copy; a model on the Hub is taken to."""
+    path = Path(model.model.path)
+    return not path.is_dir() or any(path.glob("tokenizer*"))
+
+
+def _read(recipe: str | Path) -> str:
+    try:
+        return Path(recipe).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"the recipe {recipe} cannot be read: {error}.") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
