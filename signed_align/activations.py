@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,18 +35,53 @@ class Batch:
         return Batch(self.input_ids.to(device), self.attention_mask.to(device))
 
 
-def read_text(path: str | Path) -> list[str]:
-    """The non-empty lines of a UTF-8 text file; raises SignedAlignError if there are none."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise SignedAlignError(f"the text file {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise SignedAlignError(f"the text file {path} is not UTF-8: {error.reason}.") from error
+def sentences_of(text: str | Path | Sequence[str] | None) -> list[str]:
+    """Calibration sentences: a file's lines, the sentences given, or Python's own prose.
+
+    Parameters
+    ----------
+    text : path, sequence of str, or None
+        A UTF-8 file with a sentence a line, or the sentences. None means the language reference
+        that ships with Python, as paragraphs.
+
+    Raises
+    ------
+    SignedAlignError
+        If there is no sentence.
+    """
+    if text is None:
+        lines = _python_prose()
+    elif isinstance(text, str | Path):
+        try:
+            lines = Path(text).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise SignedAlignError(
+                f"the text file {text} cannot be read: {error.strerror}."
+            ) from error
+        except UnicodeDecodeError as error:
+            raise SignedAlignError(f"the text file {text} is not UTF-8.") from error
+    else:
+        lines = list(text)
     sentences = [line.strip() for line in lines if line.strip()]
     if not sentences:
-        raise SignedAlignError(f"the text file {path} is empty.")
+        raise SignedAlignError(f"there is no text in {text}." if text else "the text is empty.")
     return sentences
+
+
+def _python_prose() -> list[str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise SignedAlignError(
+            "this Python comes without its language reference, so there is no default text; "
+            "give a text."
+        ) from error
+    paragraphs = [
+        " ".join(paragraph.split())
+        for topic in sorted(topics)
+        for paragraph in topics[topic].split("\n\n")
+    ]
+    return [paragraph for paragraph in paragraphs if len(paragraph.split()) >= 12]
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:

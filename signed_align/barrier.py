@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signed_align.activations import Batch, batches, load_model, load_tokenizer
+from signed_align.activations import Batch, batches, load_model, load_tokenizer, sentences_of
 from signed_align.checkpoint import Checkpoint
-from signed_align.errors import CheckpointError
+from signed_align.errors import CheckpointError, SignedAlignError
 from signed_align.gauge import Gauge
 from signed_align.labels import transport
 from signed_align.progress import track
@@ -123,6 +123,58 @@ class Barrier:
             loss, tokens = _token_loss(self._model, batch)
             total, count = total + loss, count + tokens
         return total / max(count, 1)
+
+
+def measure_barrier(
+    a: str | Path,
+    b: str | Path,
+    *,
+    gauge: Gauge | None = None,
+    text: str | Path | Sequence[str] | None = None,
+    points: int = DEFAULT_POINTS,
+    max_tokens: int = DEFAULT_TOKENS,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> dict[str, LossPath]:
+    """The loss on the straight path from ``a`` to ``b``, and on the path after alignment.
+
+    Parameters
+    ----------
+    a, b : str or Path
+        Checkpoints with the same weights: local directories or Hub ids.
+    gauge : Gauge, optional
+        Leads from ``a`` to ``b``. With it there is a second path, to ``b`` in ``a``'s coordinates.
+    text : path or sequence of str, optional
+        What the loss is measured on; by default English prose that ships with Python.
+    points : int
+        Points on each path, both ends included.
+    max_tokens : int
+        How much of the text to use.
+    dtype, device
+        What the model runs in and on.
+
+    Returns
+    -------
+    dict of str to LossPath
+        ``straight``, and ``aligned`` if there is a gauge.
+
+    Raises
+    ------
+    SignedAlignError
+        If the gauge does not lead from ``a`` to ``b``, or there is no straight line between them.
+    """
+    if points < 3:
+        raise SignedAlignError(f"a path needs 3 points or more to have a peak; got {points}.")
+    start, end = Checkpoint.open(a), Checkpoint.open(b)
+    if gauge is not None:
+        gauge.require_source(start.identity)
+        gauge.require_target(end.identity)
+        start.chart.require_native(gauge)
+    barrier = Barrier(start, sentences_of(text), max_tokens, dtype, device)
+    paths = {"straight": barrier.path(end, points=points)}
+    if gauge is not None:
+        paths["aligned"] = barrier.path(end, gauge, points=points)
+    return paths
 
 
 def _token_loss(model: Any, batch: Batch) -> tuple[float, int]:

@@ -12,6 +12,13 @@ from pathlib import Path
 from signed_align.errors import CheckpointError
 
 
+def require_free(final: Path, *, force: bool = False) -> None:
+    """Raise CheckpointError if ``final`` exists, is not an empty directory, and may not go."""
+    occupied = final.exists() and not (final.is_dir() and not any(final.iterdir()))
+    if occupied and not force:
+        raise CheckpointError(f"{final} exists already; choose another name or pass --force.")
+
+
 @contextmanager
 def atomic_path(final: Path, *, force: bool = False) -> Iterator[Path]:
     """Yield a path beside ``final`` to write a file or directory to; rename it on success.
@@ -25,9 +32,7 @@ def atomic_path(final: Path, *, force: bool = False) -> Iterator[Path]:
         If ``final`` exists and ``force`` is False, or its parent cannot be written.
     """
     final = Path(os.path.abspath(final))
-    occupied = final.exists() and not (final.is_dir() and not any(final.iterdir()))
-    if occupied and not force:
-        raise CheckpointError(f"{final} exists already; choose another name or pass --force.")
+    require_free(final, force=force)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         holder = Path(tempfile.mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))

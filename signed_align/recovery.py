@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from signed_align.activations import (
     load_model,
     load_tokenizer,
     paired_hidden_states,
-    read_text,
+    sentences_of,
 )
 from signed_align.chart import RESIDUAL, Chart
 from signed_align.checkpoint import Checkpoint
@@ -62,6 +62,7 @@ def recover(
     source: str | Path,
     target: str | Path,
     *,
+    method: Literal["activations", "weights"] | None = None,
     text: str | Path | Sequence[str] | None = None,
     objective: Objective | str = Objective.SIGN_MARGINALIZED,
     layers: Sequence[int] | None = None,
@@ -76,9 +77,12 @@ def recover(
     ----------
     source, target : str or Path
         Checkpoints of one architecture: local directories or Hub ids.
+    method : {"activations", "weights"}, optional
+        Run both models on text, or compare embedding and unembedding weights, which needs neither
+        text nor a forward pass. By default activations if there is text, weights otherwise.
     text : path or sequence of str, optional
-        Calibration text: a UTF-8 file with a sentence a line, or the sentences. Without text the
-        gauge is recovered from the embedding and unembedding weights.
+        Calibration text: a UTF-8 file with a sentence a line, or the sentences. Activations
+        without text run on English prose that ships with Python.
     objective : Objective or str
         ``sign_marginalized`` (the method), or a baseline: ``signed``, ``permutation``.
     layers : sequence of int, optional
@@ -100,17 +104,18 @@ def recover(
     SignedAlignError
         If the checkpoints do not belong to one architecture, or activations are not finite.
     """
+    if method is None:
+        method = "weights" if text is None else "activations"
     source_checkpoint, target_checkpoint = Checkpoint.open(source), Checkpoint.open(target)
-    if text is None:
-        if layers is not None:
-            raise GaugeError("layers can be chosen only when there is text to run the models on.")
+    if method == "weights":
+        if text is not None or layers is not None:
+            raise GaugeError("text and layers have no part in recovering a gauge from weights.")
         evidence = evidence_from_weights(source_checkpoint, target_checkpoint)
     else:
-        sentences = read_text(text) if isinstance(text, str | Path) else list(text)
         (evidence,) = evidence_from_activations(
             source_checkpoint,
             target_checkpoint,
-            sentences,
+            sentences_of(text),
             layer_groups={"all": layers},
             max_tokens=max_tokens,
             dtype=dtype,

@@ -1,0 +1,477 @@
+"""The command line. Commands import what they need when they run, so `--help` is immediate."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from signed_align import __version__
+from signed_align.errors import SignedAlignError, SignedAlignWarning
+
+OBJECTIVES = ["sign_marginalized", "signed", "permutation"]
+BAD_INPUT = 2
+
+
+@dataclass
+class Report:
+    """What a command has to say: ``data`` for ``--json``, ``lines`` for people."""
+
+    data: dict[str, Any]
+    lines: list[str] = field(default_factory=list)
+
+
+class MergekitCommand(click.Command):
+    """A command that takes every option of mergekit-yaml, looked up when it is first used."""
+
+    _extended = False
+
+    def _extend(self) -> None:
+        if self._extended:
+            return
+        self._extended = True
+        from mergekit.options import add_merge_options
+
+        carrier = add_merge_options(lambda **_: None)
+        taken = {name for parameter in self.params for name in parameter.opts}
+        self.params += [
+            option
+            for option in reversed(carrier.__click_params__)
+            if not taken.intersection(option.opts) and option.name != "quiet"
+        ]
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Our parameters and mergekit's."""
+        self._extend()
+        return super().get_params(ctx)
+
+    def make_parser(self, ctx: click.Context) -> Any:
+        """A parser that knows mergekit's options."""
+        self._extend()
+        return super().make_parser(ctx)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="signed-align")
+def main() -> None:
+    """Move LoRA adapters, SAEs and merges between checkpoints in different coordinates.
+
+    RMSNorm transformers define their residual coordinates only up to a permutation and a sign flip
+    of each. These commands recover that gauge, say how sure it is, and move things through it.
+    """
+
+
+def command(name: str, **attributes: Any) -> Callable[[Callable[..., Report]], click.Command]:
+    """Register a command: ``--json`` and ``--quiet``, errors in one sentence with exit code 2."""
+
+    def decorate(function: Callable[..., Report]) -> click.Command:
+        @functools.wraps(function)
+        def run(as_json: bool, quiet: bool, **arguments: Any) -> None:
+            _run(function, arguments, as_json=as_json, quiet=quiet)
+
+        run = click.option("--quiet", is_flag=True, help="No progress, no warnings.")(run)
+        run = click.option(
+            "--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else."
+        )(run)
+        return main.command(name, **attributes)(run)
+
+    return decorate
+
+
+def _run(
+    function: Callable[..., Report], arguments: dict[str, Any], *, as_json: bool, quiet: bool
+) -> None:
+    from signed_align import progress
+
+    progress.quiet.set(quiet)
+    said: list[str] = []
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if issubclass(category, SignedAlignWarning):
+            said.append(str(message))
+            if not quiet:
+                click.echo(f"warning: {message}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        warnings.simplefilter("always", SignedAlignWarning)
+        try:
+            # Libraries that print must not disturb the JSON.
+            with contextlib.redirect_stdout(sys.stderr):
+                _quiet_libraries()
+                report = function(**arguments)
+        except SignedAlignError as error:
+            if as_json:
+                click.echo(json.dumps({"error": str(error)}))
+            click.echo(f"error: {error}", err=True)
+            sys.exit(BAD_INPUT)
+    if as_json:
+        click.echo(json.dumps({**report.data, "warnings": said}, indent=2))
+    else:
+        click.echo("\n".join(report.lines))
+
+
+def _quiet_libraries() -> None:
+    import logging
+    import os
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+existing_output = click.option("--force", is_flag=True, help="Replace the output if it exists.")
+output_directory = click.option(
+    "-o", "--out", required=True, type=click.Path(path_type=Path), help="Directory to make."
+)
+any_source_option = click.option(
+    "--any-source",
+    is_flag=True,
+    help="Accept a model other than the gauge's source, such as a fine-tune of it.",
+)
+inverse_option = click.option("--inverse", is_flag=True, help="Go from target to source.")
+text_option = click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    help="UTF-8 text, a sentence a line; by default English prose that ships with Python.",
+)
+device_option = click.option("--device", default="cpu", show_default=True, help="Torch device.")
+
+
+@command("demo")
+@click.option("--model", help="Checkpoint or Hub id; by default SmolLM2-135M from the index.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("demo-out"),
+    show_default=True,
+    help="Directory for artifacts, JSON and plots; replaced if it is an earlier demo's.",
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of twin, training and sampling.")
+def demo_command(model: str | None, out: Path, seed: int) -> Report:
+    """Move a LoRA, an SAE and a merge to a scrambled twin of a real model."""
+    from signed_align.demo import run_demo
+
+    results, lines = run_demo(model=model, out=out, seed=seed)
+    return Report(results, lines)
+
+
+@command("scramble")
+@click.argument("model")
+@output_directory
+@click.option("--seed", default=0, show_default=True, help="Chooses the group element.")
+@click.option(
+    "--group",
+    type=click.Choice(["signed", "permutation"]),
+    default="signed",
+    show_default=True,
+    help="Signed permutations, or permutations alone.",
+)
+@click.option("--save-gauge", type=click.Path(path_type=Path), help="Save the true gauge here.")
+@existing_output
+def scramble_command(
+    model: str, out: Path, seed: int, group: str, save_gauge: Path | None, force: bool
+) -> Report:
+    """Write a twin of MODEL: the same function in randomly changed coordinates."""
+    from signed_align.checkpoint import scramble
+    from signed_align.files import require_free
+
+    if save_gauge is not None:
+        require_free(save_gauge, force=force)
+    gauge = scramble(model, out, seed=seed, signed=group == "signed", force=force)
+    if save_gauge is not None:
+        gauge.save(save_gauge, force=force)
+    summary = gauge.summary()
+    positive = summary["spaces"]["residual"]["positive_sign_fraction"]
+    return Report(
+        {"out": str(out), "gauge": str(save_gauge) if save_gauge else None, **summary},
+        [
+            f"Wrote a twin of {model} to {out}: {positive:.3f} of its signs are +1.",
+            *([f"The true gauge is in {save_gauge}."] if save_gauge else []),
+        ],
+    )
+
+
+@command("gauge")
+@click.argument("source")
+@click.argument("target")
+@click.option(
+    "-o", "--out", required=True, type=click.Path(path_type=Path), help="Gauge file to write."
+)
+@click.option(
+    "--from",
+    "method",
+    type=click.Choice(["activations", "weights"]),
+    help="By default activations if --text is given, weights otherwise.",
+)
+@text_option
+@click.option("--objective", type=click.Choice(OBJECTIVES), default=OBJECTIVES[0])
+@click.option("--layers", help="Hidden states to use, such as 1,15,-2; by default all.")
+@click.option("--tokens", type=int, help="Calibration tokens at most; by default 8 a coordinate.")
+@click.option("--truth", type=click.Path(path_type=Path), help="True gauge, to score against.")
+@device_option
+@existing_output
+def gauge_command(
+    source: str,
+    target: str,
+    out: Path,
+    method: Any,
+    text: Path | None,
+    objective: str,
+    layers: str | None,
+    tokens: int | None,
+    truth: Path | None,
+    device: str,
+    force: bool,
+) -> Report:
+    """Recover the gauge that leads from SOURCE's to TARGET's coordinates."""
+    from signed_align.checkpoint import Checkpoint
+    from signed_align.files import require_free
+    from signed_align.gauge import Gauge, coordinate_accuracy
+    from signed_align.recovery import recover
+
+    require_free(out, force=force)
+    true_gauge = Gauge.load(truth) if truth is not None else None
+    if true_gauge is not None:
+        true_gauge.require_source(Checkpoint.open(source).identity)
+        true_gauge.require_target(Checkpoint.open(target).identity)
+    gauge = recover(
+        source,
+        target,
+        method=method,
+        text=text,
+        objective=objective,
+        layers=_numbers(layers) if layers is not None else None,
+        max_tokens=tokens,
+        device=device,
+    )
+    gauge.save(out, force=force)
+    summary = gauge.summary()
+    residual = summary["spaces"]["residual"]
+    data = {"gauge": str(out), "margin": residual["margin"], **summary}
+    lines = [
+        f"Recovered a gauge of {residual['size']} coordinates from "
+        f"{summary['provenance']['method']} ({objective}); it is in {out}.",
+        f"  + signs         {residual['positive_sign_fraction']:.3f}",
+        f"  unmoved         {residual['fixed_point_fraction']:.3f}",
+        f"  margin          {_quantiles(residual['margin'])}",
+        f"  weak (< 0.05)   {residual['weak_fraction']:.3f}",
+    ]
+    if true_gauge is not None:
+        accuracy = coordinate_accuracy(gauge.elements["residual"], true_gauge.elements["residual"])
+        data |= accuracy
+        lines += [
+            f"  permutation accuracy {accuracy['permutation_accuracy']:.3f}",
+            f"  sign accuracy        {accuracy['sign_accuracy']:.3f}",
+        ]
+    return Report(data, lines)
+
+
+@command("apply")
+@click.argument("gauge", type=click.Path(path_type=Path))
+@click.argument("model")
+@output_directory
+@inverse_option
+@any_source_option
+@existing_output
+def apply_command(
+    gauge: Path, model: str, out: Path, inverse: bool, any_source: bool, force: bool
+) -> Report:
+    """Move the checkpoint MODEL through GAUGE."""
+    from signed_align.checkpoint import apply
+    from signed_align.gauge import Gauge
+
+    result = apply(
+        Gauge.load(gauge), model, out, inverse=inverse, any_source=any_source, force=force
+    )
+    return Report(
+        result,
+        [f"Moved {result['tensors']} tensors of {model} to {out}.", *_left_out(result)],
+    )
+
+
+@command("port")
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option(
+    "--gauge", required=True, type=click.Path(path_type=Path), help="Gauge file to move through."
+)
+@output_directory
+@inverse_option
+@any_source_option
+@existing_output
+def port_command(
+    artifact: Path, gauge: Path, out: Path, inverse: bool, any_source: bool, force: bool
+) -> Report:
+    """Move ARTIFACT (a PEFT LoRA adapter or an SAELens SAE) to the gauge's target."""
+    from signed_align.adapters import port
+    from signed_align.gauge import Gauge
+
+    result = port(
+        artifact, Gauge.load(gauge), out, inverse=inverse, any_source=any_source, force=force
+    )
+    checked = "checked by fingerprint" if result["source_verified"] else "not checked"
+    return Report(
+        result,
+        [
+            f"Recognised a {result['kind']}; moved {result['tensors']} tensors to {out}.",
+            f"  made on {result['made_on'] or 'an unnamed model'} ({checked})",
+            *_left_out(result),
+        ],
+    )
+
+
+@command("merge", cls=MergekitCommand)
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@existing_output
+def merge_command(recipe: Path, out: Path, force: bool, **options: Any) -> Report:
+    """Run a mergekit RECIPE; takes every option of mergekit-yaml."""
+    from mergekit.options import MergeOptions
+    from pydantic import ValidationError
+
+    from signed_align import progress
+    from signed_align.merge_methods import merge
+
+    try:
+        merge_options = MergeOptions(**options, quiet=progress.quiet.get())
+    except (ValidationError, ValueError) as error:
+        raise SignedAlignError(f"mergekit refuses the options: {error}") from error
+    merge_options.apply_global_options()
+    result = merge(recipe, out, merge_options, force=force)
+    lines = [f"Merged with {result['merge_method']} into {out}."]
+    if result["reference"]:
+        lines.append(f"  coordinates of {result['reference']}")
+    for gauge in result["gauges"]:
+        residual = gauge["spaces"]["residual"]
+        margin = f", margin {_quantiles(residual['margin'])}" if "margin" in residual else ""
+        lines.append(f"  aligned from {gauge['source']['name']}{margin}")
+    return Report(result, lines)
+
+
+@command("barrier")
+@click.argument("a")
+@click.argument("b")
+@click.option("--gauge", type=click.Path(path_type=Path), help="Gauge from A to B, to align by.")
+@text_option
+@click.option("--points", default=11, show_default=True, help="Points on the path, ends included.")
+@click.option("--tokens", default=4096, show_default=True, help="Tokens of text to use at most.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Image file (png, svg, pdf).")
+@device_option
+@existing_output
+def barrier_command(
+    a: str,
+    b: str,
+    gauge: Path | None,
+    text: Path | None,
+    points: int,
+    tokens: int,
+    plot: Path | None,
+    device: str,
+    force: bool,
+) -> Report:
+    """Measure the loss on the straight path from A to B, before and after alignment."""
+    from signed_align.barrier import measure_barrier, plot_paths
+    from signed_align.files import atomic_path, require_free
+    from signed_align.gauge import Gauge
+
+    if plot is not None:
+        require_free(plot, force=force)
+    paths = measure_barrier(
+        a,
+        b,
+        gauge=Gauge.load(gauge) if gauge is not None else None,
+        text=text,
+        points=points,
+        max_tokens=tokens,
+        device=device,
+    )
+    if plot is not None:
+        with atomic_path(plot, force=force) as temporary:
+            plot_paths(paths, temporary)
+    final = paths["aligned"] if "aligned" in paths else paths["straight"]
+    return Report(
+        {
+            "barrier_nats": final.barrier,
+            "paths": {name: path.to_dict() for name, path in paths.items()},
+            "plot": str(plot) if plot else None,
+        },
+        [
+            f"{name:9} peak above chord {path.barrier:.4f} nats per token"
+            f"  (ends {path.losses[0]:.4f}, {path.losses[-1]:.4f})"
+            for name, path in paths.items()
+        ]
+        + ([f"The plot is in {plot}."] if plot else []),
+    )
+
+
+@command("evaluate")
+@click.argument("model")
+@click.option("--adapter", type=click.Path(path_type=Path), help="PEFT adapter to put on it.")
+@click.option("--task", required=True, help="lm-eval task.")
+@click.option("--tasks-dir", type=click.Path(path_type=Path), help="Directory of task YAML files.")
+@click.option("--limit", type=int, help="Use only the first examples.")
+@click.option("--batch-size", default=32, show_default=True)
+@device_option
+def evaluate_command(
+    model: str,
+    adapter: Path | None,
+    task: str,
+    tasks_dir: Path | None,
+    limit: int | None,
+    batch_size: int,
+    device: str,
+) -> Report:
+    """Measure accuracy on an lm-eval task, with or without an adapter."""
+    from signed_align.evaluation import evaluate
+
+    result = evaluate(
+        model,
+        task,
+        adapter=adapter,
+        tasks_dir=tasks_dir,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+    )
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items())
+    return Report(result, [f"{task} on {result['examples']} examples: {metrics}"])
+
+
+@command("inspect")
+@click.argument("thing")
+def inspect_command(thing: str) -> Report:
+    """Show what a model, a gauge, an adapter or an SAE is."""
+    from signed_align.inspection import inspect
+
+    return Report(*inspect(thing))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise SignedAlignError(f"--layers takes numbers such as 1,15,-2; got {text!r}.") from error
+
+
+def _quantiles(margin: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.3f}" for name, value in margin.items())
+
+
+def _left_out(result: dict[str, Any]) -> list[str]:
+    if not result["left_out"]:
+        return []
+    return [f"  left out, being weights in the old coordinates: {', '.join(result['left_out'])}"]
+
+
+if __name__ == "__main__":
+    main()
