@@ -120,6 +120,7 @@ def batches(
     """Tokenise sentences, cut at ``MAX_LENGTH``, and pack those of similar length together.
 
     Sentences are taken in a random order fixed by ``seed`` until ``max_tokens`` are reached.
+    Raises SignedAlignError if there is not one token.
     """
     order = list(sentences)
     random.Random(seed).shuffle(order)
@@ -129,8 +130,11 @@ def batches(
         ids = tokenizer(sentence, truncation=True, max_length=MAX_LENGTH)["input_ids"]
         if budget <= 0:
             break
-        chosen.append(ids)
+        if ids:
+            chosen.append(ids)
         budget -= len(ids)
+    if not chosen:
+        raise SignedAlignError("the text has no tokens for the model's tokenizer.")
     chosen.sort(key=len)
     packed: list[Batch] = []
     while chosen:

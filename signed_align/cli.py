@@ -77,7 +77,7 @@ def command(name: str, **attributes: Any) -> Callable[[Callable[..., Report]], c
         def run(as_json: bool, quiet: bool, **arguments: Any) -> None:
             _run(function, arguments, as_json=as_json, quiet=quiet)
 
-        run = click.option("--quiet", is_flag=True, help="No progress, no warnings.")(run)
+        run = click.option("--quiet/--no-quiet", help="No progress, no warnings.")(run)
         run = click.option(
             "--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else."
         )(run)
