@@ -343,7 +343,8 @@ def merge_command(recipe: Path, out: Path, force: bool, **options: Any) -> Repor
     from signed_align.merge_methods import merge
 
     try:
-        merge_options = MergeOptions(**options, quiet=progress.quiet.get())
+        silent = progress.quiet.get() or not sys.stderr.isatty()
+        merge_options = MergeOptions(**options, quiet=silent)
     except (ValidationError, ValueError) as error:
         raise SignedAlignError(f"mergekit refuses the options: {error}") from error
     merge_options.apply_global_options()

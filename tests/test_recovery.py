@@ -140,7 +140,7 @@ def test_models_that_no_gauge_connects_are_refused(tmp_path):
     narrow = tiny.save(
         tiny.build("llama", hidden_size=32, num_attention_heads=2), tmp_path / "narrow"
     )
-    with pytest.raises(CheckpointError, match="48 residual coordinates and .* 32"):
+    with pytest.raises(CheckpointError, match=r"48 residual coordinates and .* 32"):
         recover(source, narrow)
 
 
