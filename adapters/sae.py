@@ -115,7 +115,7 @@ def _require_movable(
     hook = details["hook_name"]
     if not hook:
         raise ArtifactError("the SAE does not say which hook it reads, so its space is not known.")
-    if not (TRANSFORMER_LENS_HOOK.fullmatch(hook) or chart.family.is_residual_hook(hook)):
+    if not (TRANSFORMER_LENS_HOOK.fullmatch(hook) or chart.family.blocks_before(hook)):
         raise ArtifactError(
             f"the SAE reads {hook!r}, whose coordinates are not those of the residual stream; "
             "the gauge says nothing about them."

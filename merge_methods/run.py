@@ -17,6 +17,8 @@ from signed_align.checkpoint import Checkpoint
 from signed_align.errors import ArtifactError, SignedAlignError
 from signed_align.files import atomic_path
 
+MODEL_KEYS = {"model", "base_model", "path", "lora", "reference", "source", "tokenizer_source"}
+
 
 def merge(
     recipe: str | Path,
@@ -55,7 +57,7 @@ def merge(
     options = options or MergeOptions()
     source = _read(recipe)
     try:
-        config = MergeConfiguration.model_validate(yaml.safe_load(source))
+        config = MergeConfiguration.model_validate(_with_absolute_paths(yaml.safe_load(source)))
         method = merge_methods.get(config.merge_method)
     except (ValidationError, RuntimeError, yaml.YAMLError, TypeError) as error:
         raise ArtifactError(f"the recipe {recipe} is not valid: {_one_line(error)}") from error
@@ -72,7 +74,7 @@ def merge(
             run_merge(config, str(temporary), options, config_source=source)
         except SignedAlignError:
             raise
-        except (ValueError, TypeError, RuntimeError, KeyError, OSError) as error:
+        except Exception as error:  # mergekit and the Hub client raise errors of many kinds
             raise ArtifactError(f"mergekit could not merge: {_one_line(error)}") from error
         if whole_models and options.safe_serialization:
             _require_complete(Checkpoint.open(temporary), whole_models[0].model)
@@ -107,6 +109,25 @@ def _require_complete(merged: Checkpoint, model: ModelReference) -> None:
             f"mergekit left out {len(missing)} weights that it does not know of, such as "
             f"{missing[0]!r}, so the merged model would be incomplete."
         )
+
+
+def _with_absolute_paths(content: Any) -> Any:
+    """The recipe with local models under absolute paths.
+
+    mergekit takes a relative path with one slash in it for a Hub id and asks the Hub about it.
+    """
+    if isinstance(content, list):
+        return [_with_absolute_paths(entry) for entry in content]
+    if not isinstance(content, dict):
+        return content
+    return {
+        key: "+".join(
+            str(Path(part).resolve()) if Path(part).is_dir() else part for part in value.split("+")
+        )
+        if key in MODEL_KEYS and isinstance(value, str)
+        else _with_absolute_paths(value)
+        for key, value in content.items()
+    }
 
 
 def _has_tokenizer(model: ModelReference) -> bool:

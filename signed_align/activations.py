@@ -16,6 +16,8 @@ from signed_align.errors import CheckpointError, SignedAlignError
 
 MAX_LENGTH = 128
 BATCH_TOKENS = 1024
+MASSIVE_RATIO = 10.0
+"""Samples whose norm exceeds this multiple of the median norm are left out."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,28 @@ def _pad(sequences: list[list[int]]) -> Batch:
         input_ids[row, : len(ids)] = torch.tensor(ids)
         attention_mask[row, : len(ids)] = 1
     return Batch(input_ids, attention_mask)
+
+
+def typical(*streams: Tensor) -> Tensor:
+    """Which samples have a norm that is neither zero nor massive, in every stream.
+
+    Parameters
+    ----------
+    *streams : Tensor, shape (n, d)
+        The same samples, as different models see them.
+
+    Returns
+    -------
+    Tensor, shape (n,), bool
+        A norm is massive above 10 times the median norm. A sample that is not finite is kept, so
+        that whoever uses it notices.
+    """
+    kept = torch.ones(len(streams[0]), dtype=torch.bool)
+    for samples in streams:
+        norms = samples.float().norm(dim=1)
+        massive = (norms > MASSIVE_RATIO * norms.nanmedian()) & norms.isfinite()
+        kept &= ~massive & (norms != 0)
+    return kept
 
 
 @torch.inference_mode()

@@ -105,12 +105,13 @@ class Family:
     """Models that name their modules alike.
 
     ``modules`` maps path patterns to labels: ``*`` is a layer number, ``{a,b}`` is a choice.
-    ``prefix`` is what the causal-LM class puts in front and the bare model class leaves out.
+    ``prefix`` is what the causal-LM class puts in front and the bare model class leaves out;
+    ``blocks`` is the list of decoder blocks, each of which adds to the residual stream.
     """
 
     prefix: str
+    blocks: str
     modules: Mapping[str, ModuleLabel]
-    residual_hooks: str
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], ModuleLabel]]:
@@ -126,10 +127,14 @@ class Family:
                 return label
         return None
 
-    def is_residual_hook(self, hook: str) -> bool:
-        """Whether a Hugging Face module path names a module whose output is the residual stream."""
-        pattern = rf"(?:{re.escape(self.prefix)})?{_as_regex(self.residual_hooks)}"
-        return re.fullmatch(pattern, hook) is not None
+    def blocks_before(self, hook: str) -> int | None:
+        """How many blocks have written to the residual stream at a Hugging Face ``hook``.
+
+        A hook is a module path whose output is meant; None if it is not the residual stream.
+        """
+        path = hook.removeprefix(self.prefix)
+        block = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)", path)
+        return int(block[1]) + 1 if block else None
 
 
 def _as_regex(pattern: str) -> str:
@@ -139,6 +144,7 @@ def _as_regex(pattern: str) -> str:
 
 LLAMA = Family(
     prefix="model.",
+    blocks="layers",
     modules={
         "embed_tokens": TOKEN_EMBEDDING,
         "layers.*.{input,post_attention,pre_feedforward,post_feedforward}_layernorm": NORM,
@@ -153,11 +159,11 @@ LLAMA = Family(
         "lm_head": UNEMBEDDING,
         "score": READER,
     },
-    residual_hooks="{embed_tokens,layers.*}",
 )
 
 GPT2 = Family(
     prefix="transformer.",
+    blocks="h",
     modules={
         "wte": TOKEN_EMBEDDING,
         "wpe": embedding(None, RESIDUAL),
@@ -171,11 +177,11 @@ GPT2 = Family(
         "lm_head": UNEMBEDDING,
         "score": READER,
     },
-    residual_hooks="h.*",
 )
 
 GPT_NEOX = Family(
     prefix="gpt_neox.",
+    blocks="layers",
     modules={
         "embed_in": TOKEN_EMBEDDING,
         "layers.*.{input,post_attention}_layernorm": NORM,
@@ -189,7 +195,6 @@ GPT_NEOX = Family(
         "{embed_out,lm_head}": UNEMBEDDING,
         "score": READER,
     },
-    residual_hooks="{embed_in,layers.*}",
 )
 
 RMS_NORM_TYPES = (

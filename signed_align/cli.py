@@ -417,24 +417,41 @@ def barrier_command(
 
 @command("evaluate")
 @click.argument("model")
-@click.option("--adapter", type=click.Path(path_type=Path), help="PEFT adapter to put on it.")
-@click.option("--task", required=True, help="lm-eval task.")
+@click.option("--task", help="lm-eval task: measures accuracy.")
+@click.option("--adapter", type=click.Path(path_type=Path), help="PEFT adapter to put on MODEL.")
 @click.option("--tasks-dir", type=click.Path(path_type=Path), help="Directory of task YAML files.")
-@click.option("--limit", type=int, help="Use only the first examples.")
-@click.option("--batch-size", default=32, show_default=True)
+@click.option("--limit", type=int, help="Use only the first examples of the task.")
+@click.option("--batch-size", default=32, show_default=True, help="Examples at a time.")
+@click.option("--sae", type=click.Path(path_type=Path), help="SAELens SAE: measures its NMSE.")
+@text_option
 @device_option
 def evaluate_command(
     model: str,
+    task: str | None,
     adapter: Path | None,
-    task: str,
     tasks_dir: Path | None,
     limit: int | None,
     batch_size: int,
+    sae: Path | None,
+    text: Path | None,
     device: str,
 ) -> Report:
-    """Measure accuracy on an lm-eval task, with or without an adapter."""
+    """Measure a task's accuracy, with or without an adapter, or an SAE's reconstruction error."""
     from signed_align.evaluation import evaluate
+    from signed_align.reconstruction import evaluate_sae
 
+    if (task is None) == (sae is None):
+        raise SignedAlignError("give either --task or --sae.")
+    if sae is not None:
+        measured = evaluate_sae(model, sae, text=text, device=device)
+        return Report(
+            measured,
+            [
+                f"NMSE {measured['nmse']:.4f} at {measured['hook_name']}, "
+                f"on {measured['tokens']} tokens"
+            ],
+        )
+    assert task is not None
     result = evaluate(
         model,
         task,

@@ -9,6 +9,7 @@ from typing import Any
 
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import ArtifactError, SignedAlignError
+from signed_align.progress import libraries_silent
 
 BATCH_SIZE = 32
 
@@ -53,7 +54,7 @@ def evaluate(
     """
     try:
         import lm_eval
-        from lm_eval.tasks import TaskManager
+        from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise SignedAlignError(
             "evaluation needs lm-eval: pip install 'signed-align[eval]'."
@@ -65,31 +66,26 @@ def evaluate(
         raise ArtifactError(f"there is no tasks directory at {tasks_dir}.")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager(
-        verbosity="ERROR", include_path=str(tasks_dir) if tasks_dir is not None else None
-    )
-    if task not in manager.all_tasks:
-        raise ArtifactError(f"lm-eval knows no task {task!r}.")
-    arguments = {"pretrained": str(checkpoint.path), "dtype": "float32"}
-    if adapter is not None:
-        arguments["peft"] = str(adapter)
-    try:
-        outcome = lm_eval.simple_evaluate(
-            model="hf",
-            model_args=arguments,
-            tasks=[task],
-            task_manager=manager,
-            limit=limit,
-            batch_size=batch_size,
-            device=device,
-            bootstrap_iters=0,
-            log_samples=False,
-            verbosity="ERROR",
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ArtifactError(
-            f"lm-eval could not run {task!r}: {' '.join(str(error).split())}"
-        ) from error
+    with libraries_silent():
+        try:
+            tasks = _task_manager(tasks_dir, task).load([task])
+            outcome = lm_eval.evaluate(
+                lm=HFLM(
+                    pretrained=str(checkpoint.path),
+                    peft=str(adapter) if adapter is not None else None,
+                    dtype="float32",
+                    batch_size=batch_size,
+                    device=device,
+                ),
+                task_dict=tasks,
+                limit=limit,
+                bootstrap_iters=0,
+                log_samples=False,
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise ArtifactError(
+                f"lm-eval could not run {task!r}: {' '.join(str(error).split())}"
+            ) from error
     metrics = {
         name.removesuffix(",none"): value
         for name, value in outcome["results"][task].items()
@@ -101,3 +97,18 @@ def evaluate(
         "examples": outcome["n-samples"][task]["effective"],
         "metrics": metrics,
     }
+
+
+def _task_manager(tasks_dir: str | Path | None, task: str) -> Any:
+    """The tasks of ``tasks_dir``, and lm-eval's own, which take long to index, if need be."""
+    from lm_eval.tasks import TaskManager
+
+    include = str(tasks_dir) if tasks_dir is not None else None
+    if include is not None:
+        manager = TaskManager(include_path=include, include_defaults=False)
+        if task in manager.all_tasks:
+            return manager
+    manager = TaskManager(include_path=include)
+    if task not in manager.all_tasks:
+        raise ArtifactError(f"lm-eval knows no task {task!r}.")
+    return manager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import io
+import sys
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -34,3 +37,19 @@ def byte_meter(description: str, total: int) -> tqdm:
 
 def _disabled() -> bool | None:
     return True if quiet.get() else None  # None: tqdm asks whether stderr is a terminal
+
+
+def say(message: str) -> None:
+    """Name the stage that long work has reached."""
+    if not quiet.get() and sys.stderr.isatty():
+        print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def libraries_silent() -> Iterator[None]:
+    """Hide the progress lines that libraries draw, unless there is a terminal to draw them on."""
+    if sys.stderr.isatty() and not quiet.get():
+        yield
+    else:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield

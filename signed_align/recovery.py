@@ -17,6 +17,7 @@ from signed_align.activations import (
     load_tokenizer,
     paired_hidden_states,
     sentences_of,
+    typical,
 )
 from signed_align.chart import RESIDUAL, Chart
 from signed_align.checkpoint import Checkpoint
@@ -26,9 +27,6 @@ from signed_align.matching import Correlation, Objective, match
 from signed_align.progress import track
 
 BLOCK_ROWS = 8192
-MASSIVE_RATIO = 10.0
-"""Samples whose norm exceeds this multiple of the median norm are left out."""
-
 TOKENS_PER_COORDINATE = 8
 """Calibration tokens used per residual coordinate, if the text has that many."""
 
@@ -141,7 +139,7 @@ def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:
     left_out = 0
     for name in names:
         for x, y in track(_paired_rows(source, target, name), f"reading {name}", unit="block"):
-            kept = _typical(x, y)
+            kept = typical(x, y)
             left_out += len(kept) - int(kept.sum())
             correlation.add(x[kept], y[kept], stream=name)
     return _evidence(
@@ -212,7 +210,7 @@ def evidence_from_activations(
             members = [name for name, chosen in groups.items() if state in chosen]
             if not members:
                 continue
-            kept = _typical(x, y)
+            kept = typical(x, y)
             for name in members:
                 seen[name] += len(kept)
                 correlations[name].add(x[kept], y[kept], stream=str(state))
@@ -264,17 +262,6 @@ def _common_chart(source: Checkpoint, target: Checkpoint) -> Chart:
             f"{target.name} {other.sizes[RESIDUAL.space]}; no gauge leads between them."
         )
     return chart
-
-
-def _typical(x: Tensor, y: Tensor) -> Tensor:
-    """Which paired samples have a norm that is neither zero nor massive, on both sides."""
-    kept = torch.ones(len(x), dtype=torch.bool)
-    for samples in (x, y):
-        norms = samples.float().norm(dim=1)
-        bound = MASSIVE_RATIO * norms.nanmedian()
-        # NaN is kept, so that the correlation sees and refuses it.
-        kept &= ~((norms > bound) & norms.isfinite()) & (norms != 0)
-    return kept
 
 
 def _resolve_layers(chosen: Sequence[int] | None, states: int) -> list[int]:

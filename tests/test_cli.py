@@ -1,4 +1,4 @@
-"""The command line: every command once, its JSON, and bad input in one sentence with exit code 2."""
+"""The command line: every command once, its JSON, and bad input: a sentence and exit code 2."""
 
 import json
 import os
@@ -178,9 +178,7 @@ def test_evaluate_on_a_local_task(work, tmp_path):
     with_adapter = run_json("evaluate", work / "source", "--adapter", work / "adapter", *arguments)
     assert with_adapter["examples"] == 10
     fails("evaluate", work / "source", "--task", "nonsense", match="knows no task")
-    fails(
-        "evaluate", work / "source", "--adapter", tmp_path, *arguments, match="no PEFT adapter"
-    )
+    fails("evaluate", work / "source", "--adapter", tmp_path, *arguments, match="no PEFT adapter")
 
 
 def truncated(work, tmp_path):
@@ -215,7 +213,14 @@ def test_bad_input_is_one_sentence_exit_code_2_and_no_output(work, tmp_path):
     fails("apply", work / "text.txt", work / "source", "-o", out, match="safetensors")
     fails("gauge", work / "source", nan, "-o", out, *text, match="NaN or infinite")
     fails("gauge", work / "source", work / "twin", "-o", out, "--layers", "a", match="numbers")
-    fails("gauge", work / "source", tmp_path / "none", "-o", out, match="neither a directory nor a Hub id")
+    fails(
+        "gauge",
+        work / "source",
+        tmp_path / "none",
+        "-o",
+        out,
+        match="neither a directory nor a Hub id",
+    )
     fails("port", work / "source", "--gauge", gauge, "-o", out, match="signed-align apply")
     fails("merge", tmp_path / "none.yml", out, match="cannot be read")
     fails("inspect", tmp_path, match="not a model")
@@ -252,7 +257,7 @@ def test_help_needs_neither_torch_nor_transformers():
         "import sys; from signed_align.cli import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'scipy', 'mergekit', 'peft'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'scipy', 'mergekit'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}

@@ -279,6 +279,17 @@ def test_weights_that_mergekit_would_drop_are_noticed(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_relative_paths_are_local_not_hub_ids(tmp_path, family, monkeypatch):
+    """mergekit alone would ask the Hub whether there is a model family/base, for its model card."""
+    (tmp_path / "family").symlink_to(family)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.repo_exists", lambda *_, **__: pytest.fail("asked"))
+    models = {"family/base": {"weight": 1}, "family/twin": {"weight": 1}}
+    report = merge(recipe(tmp_path / "r.yml", "signed_align", models), "out", QUIET)
+    assert report["reference"] == str(family / "base")
+    assert "family/base" in (tmp_path / "out" / "mergekit_config.yml").read_text()
+
+
 def test_models_of_two_architectures_are_refused(tmp_path, family):
     other = tiny.save(tiny.build("mistral", hidden_size=32, head_dim=8), tmp_path / "other")
     models = {family / "base": {"weight": 1}, other: {"weight": 1}}

@@ -9,10 +9,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from signed_align import Checkpoint, SignedAlignError, recover, scramble
-from signed_align.activations import batches, sentences_of
+from signed_align.activations import batches, sentences_of, typical
 from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
 from signed_align.gauge import coordinate_accuracy
-from signed_align.recovery import _typical
 from tests import tiny
 
 CHARACTERS = [chr(code) for code in range(33, 127)] + ["Ġ"]
@@ -83,7 +82,7 @@ def test_massive_tokens_and_padding_are_left_out_and_counted():
     x[7] *= 1000
     y[9] *= 1000
     x[11] = 0
-    kept = _typical(x, y)
+    kept = typical(x, y)
     assert (~kept).nonzero().flatten().tolist() == [7, 9, 11]
 
 
