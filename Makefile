@@ -1,0 +1,44 @@
+# Two targets do everything: `make demo` and `make test`. Each builds the environment it needs.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+OUT    ?= demo-out
+
+bin   := $(VENV)/bin
+stamp := $(VENV)/.installed
+
+.PHONY: demo test test-slow lint benchmarks clean
+
+demo: $(stamp)
+	$(bin)/signed-align demo --out $(OUT)
+
+# Lint, types, and the quick tests.
+test: lint
+	$(bin)/python -m pytest -m "not slow"
+
+# What needs a real language model.
+test-slow: $(stamp)
+	$(bin)/python -m pytest -m slow
+
+# mypy sees the package laid out as it installs.
+lint: $(stamp)
+	$(bin)/ruff format --check .
+	$(bin)/ruff check .
+	rm -rf build/typed && mkdir -p build/typed
+	cp -r signed_align build/typed/
+	cp -r adapters merge_methods recipes build/typed/signed_align/
+	cd build/typed && $(abspath $(bin))/mypy --config-file ../../pyproject.toml -p signed_align
+
+benchmarks: $(stamp)
+	$(bin)/python benchmarks/apply.py
+	$(bin)/python benchmarks/merge.py
+
+$(stamp): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(bin)/python -m pip install --quiet "$(TORCH)"
+	$(bin)/python -m pip install --quiet -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf build $(OUT) .mypy_cache .pytest_cache .ruff_cache .hypothesis
