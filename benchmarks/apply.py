@@ -1,4 +1,4 @@
-"""Peak memory of `signed-align apply` on a large sharded checkpoint, and its time against `cp -r`."""
+"""Peak memory of `signed-align apply` on a large sharded checkpoint, and time against `cp -r`."""
 
 import argparse
 import json

@@ -16,9 +16,7 @@ from signed_align import merge, scramble
 
 
 def write_recipe(path: Path, method: str, models: list[dict]) -> Path:
-    path.write_text(
-        yaml.safe_dump({"merge_method": method, "models": models, "dtype": "bfloat16"})
-    )
+    path.write_text(yaml.safe_dump({"merge_method": method, "models": models, "dtype": "bfloat16"}))
     return path
 
 

@@ -20,7 +20,9 @@ from signed_align.errors import SignedAlignError
 from signed_align.progress import track
 
 TASK = "arbitrary_labels"
-LABEL_WORDS = ("copper", "maple", "velvet", "river", "silver", "table")
+# For negative and positive. The base model answers the second one whatever the review says, so
+# that it is at chance, and so is an adapter that only nudges it.
+LABEL_WORDS = ("circle", "silver", "copper", "maple", "velvet", "river")
 CLEAR_RATING = 2.0
 MAX_TOKENS = 24
 HELD_OUT = 200
