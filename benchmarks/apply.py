@@ -73,15 +73,16 @@ def make_checkpoint(path: Path, layers: int) -> int:
 
 
 def timed(command: list[str], output: Path) -> float:
-    shutil.rmtree(output, ignore_errors=True)
+    """Seconds of a command that makes ``output``, which is removed again."""
     start = time.monotonic()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.monotonic() - start
+    seconds = time.monotonic() - start
+    shutil.rmtree(output)
+    return seconds
 
 
 def peak_bytes(command: list[str], output: Path) -> int:
     """Peak resident memory of a command, from a process that runs nothing else."""
-    shutil.rmtree(output, ignore_errors=True)
     code = (
         "import resource, subprocess, sys\n"
         "subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)\n"
@@ -90,13 +91,14 @@ def peak_bytes(command: list[str], output: Path) -> int:
     done = subprocess.run(
         [sys.executable, "-c", code, *command], check=True, capture_output=True, text=True
     )
+    shutil.rmtree(output)
     return int(done.stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
         root = Path(directory)
@@ -117,7 +119,6 @@ def main() -> None:
             lambda: timed(tool, root / "moved"),
             arguments.rounds,
         )
-        shutil.rmtree(root / "copy")
     record(
         "apply",
         {

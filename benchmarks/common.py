@@ -5,20 +5,32 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+SETTLE_SECONDS = 8
 
 
 def alternate(
     first: Callable[[], float], second: Callable[[], float], rounds: int
 ) -> tuple[float, float]:
-    """Median seconds of two actions that take turns, so that both see the same machine."""
-    times = [(first(), second()) for _ in range(rounds)]
-    return statistics.median(a for a, _ in times), statistics.median(b for _, b in times)
+    """Median seconds of two actions that take turns.
+
+    Before each one the machine settles, so that both find it in the same state: nothing is left to
+    write back, and a virtual machine has given freed memory back to its host (which it does after a
+    second or two, and pays for when it needs the memory again).
+    """
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for action, taken in zip((first, second), times, strict=True):
+            os.sync()
+            time.sleep(SETTLE_SECONDS)
+            taken.append(action())
+    return statistics.median(times[0]), statistics.median(times[1])
 
 
 def record(name: str, result: dict[str, Any]) -> None:

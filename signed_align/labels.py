@@ -36,7 +36,9 @@ Axes: TypeAlias = tuple[Axis | None, ...]
 """One label per tensor axis; None marks an axis that no gauge moves."""
 
 
-def transport(tensor: Tensor, axes: Sequence[Axis | None], gauge: Gauge) -> Tensor:
+def transport(
+    tensor: Tensor, axes: Sequence[Axis | None], gauge: Gauge, rows: slice = slice(None)
+) -> Tensor:
     """Move ``tensor`` from the source's to the target's coordinates.
 
     Parameters
@@ -47,11 +49,14 @@ def transport(tensor: Tensor, axes: Sequence[Axis | None], gauge: Gauge) -> Tens
         One label per axis of ``tensor``.
     gauge : Gauge
         A space that the gauge does not mention is left as it is.
+    rows : slice
+        Which entries of the result along the first axis to make; all by default.
 
     Returns
     -------
     Tensor
-        Same shape and dtype; ``tensor`` itself if no labelled space is in the gauge.
+        Same shape (but for ``rows``) and dtype; a view of ``tensor`` if no labelled space is in
+        the gauge.
 
     Raises
     ------
@@ -63,7 +68,10 @@ def transport(tensor: Tensor, axes: Sequence[Axis | None], gauge: Gauge) -> Tens
             f"{len(axes)} axis labels were given for a tensor of shape {tuple(tensor.shape)}."
         )
     for position, axis in enumerate(axes):
+        part = slice(None) if position else rows
         if axis is not None and axis.space in gauge.elements:
             element = gauge.elements[axis.space]
-            tensor = element.apply(tensor, position, signed=axis.signed)
+            tensor = element.apply(tensor, position, signed=axis.signed, part=part)
+        elif position == 0:
+            tensor = tensor[part]
     return tensor

@@ -100,7 +100,9 @@ class SignedPermutation:
         """Whether all signs agree: the element is then in S_d × {±1}."""
         return bool((self.sign == self.sign[:1]).all())
 
-    def apply(self, tensor: Tensor, axis: int, *, signed: bool = True) -> Tensor:
+    def apply(
+        self, tensor: Tensor, axis: int, *, signed: bool = True, part: slice = slice(None)
+    ) -> Tensor:
         """Move ``tensor`` from source to target coordinates along ``axis``.
 
         Parameters
@@ -112,12 +114,15 @@ class SignedPermutation:
         signed : bool
             False for quantities that are even in the coordinate (norm gains, second moments,
             DoRA magnitudes): they are permuted and keep their sign.
+        part : slice
+            Which of the target coordinates to make; all by default.
 
         Returns
         -------
         Tensor
-            A new tensor of the same shape, dtype and device. Only bits are moved and sign bits
-            flipped, so applying the inverse gives the input back bit by bit, in every dtype.
+            A new tensor of the same shape (but for ``part``), dtype and device. Only bits are
+            moved and sign bits flipped, so applying the inverse gives the input back bit by bit,
+            in every dtype.
 
         Raises
         ------
@@ -138,12 +143,17 @@ class SignedPermutation:
         if tensor.is_complex():
             raise GaugeError(f"complex tensors ({tensor.dtype}) are not supported.")
         axis = axis % tensor.ndim
+        perm, sign = self.perm[part].to(tensor.device), self.sign[part]
         bits_dtype, sign_bit = _SIGN_BIT[tensor.element_size()]
         bits = tensor.contiguous().view(bits_dtype)
-        moved = torch.index_select(bits, axis, self.perm.to(tensor.device))
+        if axis and axis == tensor.ndim - 1:
+            # along the last axis gather is several times faster than index_select
+            moved = torch.gather(bits, axis, perm.expand(*bits.shape[:-1], -1))
+        else:
+            moved = torch.index_select(bits, axis, perm)
         if flips:
-            mask = torch.zeros(self.size, dtype=bits_dtype)
-            mask[self.sign < 0] = sign_bit
+            mask = torch.zeros(len(sign), dtype=bits_dtype)
+            mask[sign < 0] = sign_bit
             mask = mask.to(tensor.device).reshape([-1] + [1] * (tensor.ndim - 1 - axis))
             if tensor.dtype in _NO_NEGATIVE_ZERO:
                 mask = torch.where((moved & 0x7F) != 0, mask, torch.zeros_like(mask))
