@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,8 +37,6 @@ class Artifact:
         From a tensor's name and shape to its axis labels; raises for a tensor it does not know.
     settings : mapping of str to dict
         JSON files that name the model, by relative path, as they read after the move.
-    details : mapping
-        What ``inspect`` says about it.
     """
 
     kind: str
@@ -46,7 +45,6 @@ class Artifact:
     weights: tuple[str, ...]
     label: Callable[[str, tuple[int, ...]], Axes]
     settings: Mapping[str, dict[str, Any]]
-    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Family(Protocol):
@@ -83,13 +81,12 @@ def move(
     """
     if gauge.source is None:
         raise GaugeError("the gauge does not say which model it starts from, so nothing can move.")
-    chart = Chart.for_model(gauge.source.model_type, gauge.elements[RESIDUAL.space].size)
+    chart = Chart.for_model(gauge.source.model_type, gauge.element(RESIDUAL.space).size)
     chart.require_native(gauge)
     artifact = family.read(path, chart, gauge)
-    verified = any_source or _is_gauge_source(artifact, gauge)
+    verified = False if any_source else _is_gauge_source(artifact, gauge)
     tensors, left_out = 0, []
-    with atomic_path(out, force=force) as temporary:
-        temporary.mkdir()
+    with atomic_path(out, directory=True, force=force, inputs=[path]) as temporary:
 
         def count(name: str, shape: tuple[int, ...]) -> Axes:
             nonlocal tensors
@@ -124,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; raises ArtifactError if it is not one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} is not readable JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ArtifactError(f"{path} holds no JSON object.")
@@ -147,7 +144,9 @@ def _is_gauge_source(artifact: Artifact, gauge: Gauge) -> bool:
             stacklevel=3,
         )
         return False
-    if Path(made_on).is_dir():
+    if not isinstance(made_on, str):
+        raise ArtifactError(f"the {artifact.kind} names its model by {made_on!r}, not by a name.")
+    if os.path.isdir(made_on):
         try:
             identity = Checkpoint.open(made_on).identity
         except CheckpointError:

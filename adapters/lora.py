@@ -32,7 +32,8 @@ FACTORS: Mapping[str, Callable[[ModuleLabel], Axes]] = {
     ".lora_embedding_A": lambda module: (None, module.input),
     ".lora_embedding_B": lambda module: (module.output, None),
     ".lora_magnitude_vector": lambda module: (_even(module.output),),
-    ".token_adapter.trainable_tokens_delta": lambda module: (None, module.output),
+    # rows of an embedding or of a head, whichever way its weight is laid out
+    ".token_adapter.trainable_tokens_delta": lambda module: (None, module.parameters["weight"][1]),
 }
 
 # Options under which an adapter's tensors do not determine what it computes on a moved base.
@@ -82,7 +83,6 @@ class LoraFamily:
             weights=(WEIGHTS_NAME,),
             label=partial(label, chart),
             settings={CONFIG_NAME: moved},
-            details=self.inspect(path),
         )
 
 

@@ -69,10 +69,10 @@ class SaeFamily:
         _require_movable(details, config, chart, gauge)
         moved = dict(config)
         if gauge.target is not None:
-            holder = moved if "metadata" not in moved else dict(moved["metadata"])
-            holder["model_name"] = gauge.target.name
-            if holder is not moved:
-                moved["metadata"] = holder
+            if isinstance(moved.get("metadata"), dict):
+                moved["metadata"] = {**moved["metadata"], "model_name": gauge.target.name}
+            else:
+                moved["model_name"] = gauge.target.name
         present = [name for name in (WEIGHTS_NAME, SPARSITY_NAME) if (path / name).is_file()]
         return Artifact(
             kind=self.kind,
@@ -81,7 +81,6 @@ class SaeFamily:
             weights=tuple(present),
             label=partial(label, chart),
             settings={CONFIG_NAME: moved},
-            details=details,
         )
 
 
@@ -107,13 +106,13 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
 def _require_movable(
     details: dict[str, Any], config: dict[str, Any], chart: Chart, gauge: Gauge
 ) -> None:
-    if details["architecture"] not in ARCHITECTURES:
+    if str(details["architecture"]) not in ARCHITECTURES:
         raise ArtifactError(
             f"the SAE's architecture is {details['architecture']!r}; this release moves "
             f"{', '.join(sorted(ARCHITECTURES))}."
         )
     hook = details["hook_name"]
-    if not hook:
+    if not isinstance(hook, str) or not hook:
         raise ArtifactError("the SAE does not say which hook it reads, so its space is not known.")
     if not (TRANSFORMER_LENS_HOOK.fullmatch(hook) or chart.family.blocks_before(hook)):
         raise ArtifactError(
@@ -129,7 +128,7 @@ def _require_movable(
             "fold it into the weights first (fold_activation_whitening in SAELens)."
         )
     even_signs = NativeGroup.PERMUTATION_AND_GLOBAL_SIGN
-    if normalisation == "layer_norm" and not even_signs.contains(gauge.elements[RESIDUAL.space]):
+    if normalisation == "layer_norm" and not even_signs.contains(gauge.element(RESIDUAL.space)):
         raise ArtifactError(
             "the SAE normalises with layer_norm, which subtracts the mean over coordinates; a "
             "gauge that flips single signs changes that mean, so the SAE cannot follow it."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Optional
 
 import torch
@@ -61,7 +62,7 @@ class GaugeBook:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._checkpoints: dict[str, Checkpoint] = {}
+        self._checkpoints: dict[tuple[Any, ...], Checkpoint] = {}
         self._gauges: dict[tuple[Any, ...], Gauge] = {}
 
     def checkpoint(self, model: Hashable) -> Checkpoint:
@@ -84,7 +85,8 @@ class GaugeBook:
         belongs to other checkpoints.
         """
         source, target = self.checkpoint(model), self.checkpoint(reference)
-        key = (str(source.path), str(target.path), file, objective)
+        ends = source.identity.fingerprint, target.identity.fingerprint
+        key = (*ends, file and (file, _stamp(Path(file))), objective)
         with self._lock:
             if key not in self._gauges:
                 if file is None:
@@ -102,15 +104,24 @@ class GaugeBook:
             return [gauge.summary() for gauge in self._gauges.values()]
 
     def forget(self) -> None:
-        """Start afresh: checkpoints may have changed on disk since the last merge."""
+        """Let go of everything, so that a report speaks of one merge only."""
         with self._lock:
             self._checkpoints.clear()
             self._gauges.clear()
 
     def _opened(self, path: str) -> Checkpoint:
-        if path not in self._checkpoints:
-            self._checkpoints[path] = Checkpoint.open(path)
-        return self._checkpoints[path]
+        key = path, tuple(_stamp(file) for file in sorted(Path(path).glob("*.safetensors")))
+        if key not in self._checkpoints:
+            self._checkpoints[key] = Checkpoint.open(path)
+        return self._checkpoints[key]
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """Changes when a file does, so that nothing stale is used."""
+    if not file.is_file():
+        return None
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size
 
 
 GAUGES = GaugeBook()

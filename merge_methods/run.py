@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from signed_align.merge_methods.align import GAUGES, AlignedMergeMethod
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import ArtifactError, SignedAlignError
 from signed_align.files import atomic_path
+from signed_align.recovery import vocabulary
 
 MODEL_KEYS = {"model", "base_model", "path", "lora", "reference", "source", "tokenizer_source"}
 
@@ -55,29 +58,35 @@ def merge(
     from mergekit import merge_methods
 
     options = options or MergeOptions()
+    GAUGES.forget()
     source = _read(recipe)
     try:
         config = MergeConfiguration.model_validate(_with_absolute_paths(yaml.safe_load(source)))
         method = merge_methods.get(config.merge_method)
-    except (ValidationError, RuntimeError, yaml.YAMLError, TypeError) as error:
+    except (ValidationError, RuntimeError, ValueError, yaml.YAMLError, TypeError) as error:
         raise ArtifactError(f"the recipe {recipe} is not valid: {_one_line(error)}") from error
-    whole_models = config.models  # run_merge rewrites the recipe into slices
+    whole_models = bool(config.models)  # run_merge rewrites the recipe into slices
     if not any(_has_tokenizer(model) for model in config.referenced_models()):
         options = options.model_copy(update={"copy_tokenizer": False})
     reference = None
     if isinstance(method, AlignedMergeMethod):
         config.parameters = dict(config.parameters or {})
         reference = str(config.parameters.setdefault("reference", _reference(config)))
-    GAUGES.forget()
-    with atomic_path(Path(out), force=force) as temporary:
+        _require_one_vocabulary(config)
+    local = [Path(model.model.path) for model in config.referenced_models()]
+    with atomic_path(
+        Path(out), directory=True, force=force, inputs=[path for path in local if path.is_dir()]
+    ) as temporary:
         try:
             run_merge(config, str(temporary), options, config_source=source)
         except SignedAlignError:
             raise
         except Exception as error:  # mergekit and the Hub client raise errors of many kinds
             raise ArtifactError(f"mergekit could not merge: {_one_line(error)}") from error
-        if whole_models and options.safe_serialization:
-            _require_complete(Checkpoint.open(temporary), whole_models[0].model)
+        if reference and options.safe_serialization:
+            _require_complete(
+                Checkpoint.open(temporary), ModelReference.parse(reference), whole_models
+            )
     return {
         "out": str(out),
         "merge_method": config.merge_method,
@@ -97,13 +106,23 @@ def _reference(config: MergeConfiguration) -> str:
         if module.models:
             return str(module.models[0].model)
         slices = slices or module.slices or []
+    if not slices or not slices[0].sources:
+        raise ArtifactError("the recipe has a slice without a source.")
     return str(slices[0].base_model or slices[0].sources[0].model)
 
 
-def _require_complete(merged: Checkpoint, model: ModelReference) -> None:
-    """Raise if mergekit left out weights: it writes only those its architecture file lists."""
-    expected = GAUGES.checkpoint(model).files
-    missing = sorted(set(expected) - set(merged.files))
+def _require_complete(merged: Checkpoint, model: ModelReference, whole_models: bool) -> None:
+    """Raise if mergekit left out weights: it writes only those its architecture file lists.
+
+    A recipe of slices may renumber layers, so there only the kinds of weights are compared.
+    """
+    checkpoint = GAUGES.checkpoint(model)
+
+    def kinds(names: Iterable[str]) -> set[str]:
+        return {name if whole_models else re.sub(r"\.\d+\.", ".*.", name) for name in names}
+
+    weights = [name for name in checkpoint.files if not checkpoint.chart.is_buffer(name)]
+    missing = sorted(kinds(weights) - kinds(merged.files))
     if missing:
         raise ArtifactError(
             f"mergekit left out {len(missing)} weights that it does not know of, such as "
@@ -124,16 +143,32 @@ def _with_absolute_paths(content: Any) -> Any:
         key: "+".join(
             str(Path(part).resolve()) if Path(part).is_dir() else part for part in value.split("+")
         )
-        if key in MODEL_KEYS and isinstance(value, str)
+        if key in MODEL_KEYS and isinstance(value, str) and value not in ("base", "union")
         else _with_absolute_paths(value)
         for key, value in content.items()
     }
 
 
+def _require_one_vocabulary(config: MergeConfiguration) -> None:
+    """Raise if mergekit would fill in embedding rows of one model from another's coordinates."""
+    if config.tokenizer is None and config.tokenizer_source is None:
+        return
+    vocabularies = [vocabulary(GAUGES.checkpoint(model)) for model in config.referenced_models()]
+    plain = config.tokenizer is None or not config.tokenizer.tokens
+    if not plain or any(entry != vocabularies[0] for entry in vocabularies):
+        raise ArtifactError(
+            "the recipe has mergekit change the vocabulary before the models are aligned, which "
+            "would mix their coordinates: give the models one vocabulary first, or leave the "
+            "tokenizer options out."
+        )
+
+
 def _has_tokenizer(model: ModelReference) -> bool:
     """Whether a local model has one for mergekit to copy; a model on the Hub is taken to."""
     path = Path(model.model.path)
-    return not path.is_dir() or any(path.glob("tokenizer*"))
+    return not path.is_dir() or any(
+        any(path.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "*.model", "merges.txt")
+    )
 
 
 def _read(recipe: str | Path) -> str:

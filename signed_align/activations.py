@@ -92,7 +92,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # tokenizer files fail in many ways
         raise CheckpointError(f"{checkpoint.name} has no tokenizer that loads.") from error
 
 
@@ -105,15 +105,24 @@ def load_model(checkpoint: Checkpoint, *, head: bool, dtype: torch.dtype, device
     logging.disable_progress_bar()
     try:
         auto = AutoModelForCausalLM if head else AutoModel
-        model = auto.from_pretrained(checkpoint.path, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError, RuntimeError) as error:
+        model, loading = auto.from_pretrained(
+            checkpoint.path, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+        model = model.to(device).eval()
+    except Exception as error:  # a bad config, weight or device fails in many ways
         raise CheckpointError(
-            f"transformers cannot load {checkpoint.name}: {str(error).splitlines()[0]}"
+            f"{checkpoint.name} cannot be loaded on {device}: {' '.join(str(error).split())}"
         ) from error
     finally:
         if bars:
             logging.enable_progress_bar()
-    return model.to(device).eval()
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.name} lacks {len(missing)} weights that its config asks for, such as "
+            f"{missing[0]!r}; transformers would make them up."
+        )
+    return model
 
 
 def batches(

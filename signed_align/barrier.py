@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,7 +123,11 @@ class Barrier:
         for batch in self._batches:
             loss, tokens = _token_loss(self._model, batch)
             total, count = total + loss, count + tokens
-        return total / max(count, 1)
+        if not count:
+            raise SignedAlignError("the text has no token to predict: its lines are too short.")
+        if not math.isfinite(total):
+            raise SignedAlignError("the loss is not finite; check the weights of both checkpoints.")
+        return total / count
 
 
 def measure_barrier(
@@ -187,16 +192,25 @@ def _token_loss(model: Any, batch: Batch) -> tuple[float, int]:
     return float(loss), int(mask.sum())
 
 
+def require_plottable(file: Path) -> None:
+    """Raise SignedAlignError unless the file's suffix is an image format that can be drawn."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if file.suffix.removeprefix(".").lower() not in formats:
+        raise SignedAlignError(
+            f"{file} does not end in an image format; use one of .png, .svg, .pdf."
+        )
+
+
 def plot_paths(paths: dict[str, LossPath], file: str | Path, title: str = "") -> None:
     """Draw loss against α for each path, with its chord, to an image file.
 
     The format follows the file's suffix (png, svg, pdf).
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.switch_backend("Agg")
     figure, axis = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
     for label, path in paths.items():
         (line,) = axis.plot(

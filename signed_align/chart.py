@@ -53,17 +53,19 @@ class ModuleLabel:
     """The labels of one module: of its parameters, and of what goes in and comes out.
 
     ``input`` and ``output`` are what the two factors of a low-rank update index, however the
-    module lays out its weight. Tensors named in ``internal`` have no axis in any space.
+    module lays out its weight. Tensors named in ``internal`` have no axis in any space; nor
+    have ``buffers``, which a checkpoint may leave out.
     """
 
     input: Axis | None = None
     output: Axis | None = None
     parameters: Mapping[str, Axes] = field(default_factory=dict)
     internal: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
 
     def axes(self, parameter: str, rank: int) -> Axes | None:
         """Labels of ``parameter`` (a tensor with ``rank`` axes), or None if it is not known."""
-        if parameter in self.internal:
+        if parameter in self.internal or parameter in self.buffers:
             return (None,) * rank
         return self.parameters.get(parameter)
 
@@ -89,8 +91,13 @@ def norm(axis: Axis) -> ModuleLabel:
 
 
 def internal(*parameters: str) -> ModuleLabel:
-    """A module whose tensors live inside attention heads, or are buffers."""
+    """A module whose tensors live inside attention heads."""
     return ModuleLabel(internal=frozenset(parameters))
+
+
+def buffers(*names: str) -> ModuleLabel:
+    """Constants that older checkpoints save: rotary frequencies, causal masks."""
+    return ModuleLabel(buffers=frozenset(names))
 
 
 READER = linear(RESIDUAL, None)
@@ -150,12 +157,12 @@ LLAMA = Family(
         "layers.*.{input,post_attention,pre_feedforward,post_feedforward}_layernorm": NORM,
         "layers.*.self_attn.{q,k,v,qkv}_proj": READER,
         "layers.*.self_attn.{q,k}_norm": internal("weight"),
-        "layers.*.self_attn.rotary_emb": internal("inv_freq"),
+        "layers.*.self_attn.rotary_emb": buffers("inv_freq"),
         "layers.*.self_attn.o_proj": WRITER,
         "layers.*.mlp.{gate,up,gate_up}_proj": READER,
         "layers.*.mlp.down_proj": WRITER,
         "norm": NORM,
-        "rotary_emb": internal("inv_freq", "original_inv_freq"),
+        "rotary_emb": buffers("inv_freq", "original_inv_freq"),
         "lm_head": UNEMBEDDING,
         "score": READER,
     },
@@ -168,7 +175,7 @@ GPT2 = Family(
         "wte": TOKEN_EMBEDDING,
         "wpe": embedding(None, RESIDUAL),
         "h.*.{ln_1,ln_2}": NORM,
-        "h.*.attn": internal("bias", "masked_bias"),
+        "h.*.attn": buffers("bias", "masked_bias"),
         "h.*.attn.c_attn": conv1d(RESIDUAL, None),
         "h.*.attn.c_proj": conv1d(None, RESIDUAL),
         "h.*.mlp.c_fc": conv1d(RESIDUAL, None),
@@ -185,8 +192,8 @@ GPT_NEOX = Family(
     modules={
         "embed_in": TOKEN_EMBEDDING,
         "layers.*.{input,post_attention}_layernorm": NORM,
-        "layers.*.attention": internal("bias", "masked_bias"),
-        "layers.*.attention.rotary_emb": internal("inv_freq"),
+        "layers.*.attention": buffers("bias", "masked_bias"),
+        "layers.*.attention.rotary_emb": buffers("inv_freq"),
         "layers.*.attention.query_key_value": READER,
         "layers.*.attention.dense": WRITER,
         "layers.*.mlp.dense_h_to_4h": READER,
@@ -291,6 +298,12 @@ class Chart:
                 f"the tensor {name!r} has shape {tuple(shape)}; a {self.model_type} model with "
                 f"{self.sizes[RESIDUAL.space]} residual coordinates has ({wanted}) there."
             )
+
+    def is_buffer(self, name: str) -> bool:
+        """Whether ``name`` is a constant that a checkpoint may leave out."""
+        path, _, parameter = name.rpartition(".")
+        label = self.family.module(path)
+        return label is not None and parameter in label.buffers
 
     def token_matrices(self, names: Iterable[str]) -> list[str]:
         """Those of ``names`` with one residual vector per token: embedding and unembedding."""

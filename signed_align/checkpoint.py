@@ -7,6 +7,7 @@ tensor's rows, is in memory at a time.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -79,7 +80,7 @@ class Checkpoint:
     files: dict[str, Path]
 
     @classmethod
-    def open(cls, model: str | Path, *, revision: str | None = None) -> Checkpoint:
+    def open(cls, model: str | Path) -> Checkpoint:
         """Open a local directory or a Hub id.
 
         Raises
@@ -87,7 +88,7 @@ class Checkpoint:
         CheckpointError
             If it cannot be found, is quantised, has no safetensors weights, or a file is damaged.
         """
-        path = _local_directory(str(model), revision)
+        path = _local_directory(str(model))
         settings = _read_settings(path)
         quantisation = settings.get("quantization_config")
         if quantisation:
@@ -109,7 +110,7 @@ class Checkpoint:
 
         try:
             return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
-        except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:  # a config of wrong types fails in many ways
             raise CheckpointError(
                 f"transformers cannot read the config of {self.path}: "
                 f"{' '.join(str(error).split())}"
@@ -135,7 +136,8 @@ class Checkpoint:
         """The checkpoint's name and fingerprint.
 
         The fingerprint is a SHA-256 over every tensor's name, dtype, shape and first row. It does
-        not depend on how the checkpoint is sharded; twins and fine-tunes have different ones.
+        not depend on how the checkpoint is sharded. Twins have different ones, and so have
+        fine-tunes unless they leave the first row of every tensor as it was.
         """
         digest = hashlib.sha256()
         for name in sorted(self.files):
@@ -214,8 +216,7 @@ def apply(
     checkpoint.require_movable(gauge)
     shards = sorted(set(checkpoint.files.values()))
     left_out = []
-    with atomic_path(Path(out), force=force) as temporary:
-        temporary.mkdir()
+    with atomic_path(Path(out), directory=True, force=force, inputs=[checkpoint.path]) as temporary:
         meter = byte_meter("moving weights", sum(shard.stat().st_size for shard in shards))
         for shard in shards:
             rewrite_safetensors(
@@ -390,7 +391,9 @@ class _TensorMover:
     def _read(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
         buffer = getattr(self._local, "buffer", None)
-        if buffer is None or size > len(buffer):
+        if size > LARGE_BYTES:
+            buffer = torch.empty(size, dtype=torch.uint8)  # not kept: see LARGE_BYTES
+        elif buffer is None or size > len(buffer):
             buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8)
         left = memoryview(buffer.numpy())[:size]
         while left:
@@ -411,9 +414,11 @@ class _TensorMover:
 def _workers() -> Iterator[ThreadPoolExecutor]:
     """Two threads that move tensors side by side, each without torch's own threads."""
     threads = torch.get_num_threads()
-    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield pool
-    torch.set_num_threads(threads)
+    try:
+        with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _bytes_of(tensor: Tensor) -> Any:
@@ -424,7 +429,11 @@ def _bytes_of(tensor: Tensor) -> Any:
 def _reserve(file: BinaryIO, size: int) -> None:
     """Claim disk space: a full disk is noticed now, and writing is about twice as fast."""
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
 
 
 def _opened(path: Path) -> Any:
@@ -436,11 +445,11 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def _local_directory(model: str, revision: str | None) -> Path:
+def _local_directory(model: str) -> Path:
     path = Path(model)
-    if path.is_dir():
+    if os.path.isdir(path):
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise CheckpointError(f"{model} is a file; a checkpoint is a directory.")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -449,7 +458,6 @@ def _local_directory(model: str, revision: str | None) -> Path:
         return Path(
             snapshot_download(
                 model,
-                revision=revision,
                 ignore_patterns=["*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.h5", "*.msgpack"],
             )
         )
@@ -469,7 +477,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has no config.json, so it is not a transformers checkpoint."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the config.json of {path} cannot be read: {error}.") from error
     if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
         raise CheckpointError(f"the config.json of {path} does not name a model_type.")
@@ -477,7 +485,10 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _weight_files(path: Path) -> dict[str, Path]:
-    if (path / INDEX_NAME).is_file():
+    if (path / SINGLE_NAME).is_file():
+        # with both, transformers loads the single file too
+        weight_map, shards = None, {SINGLE_NAME}
+    elif (path / INDEX_NAME).is_file():
         try:
             weight_map = json.loads((path / INDEX_NAME).read_text())["weight_map"]
             shards = {str(shard) for shard in weight_map.values()}
@@ -490,8 +501,6 @@ def _weight_files(path: Path) -> dict[str, Path]:
                 raise CheckpointError(f"{path / INDEX_NAME} points outside its folder: {shard!r}.")
             if not (path / shard).is_file():
                 raise CheckpointError(f"the shard {shard} that {INDEX_NAME} names is missing.")
-    elif (path / SINGLE_NAME).is_file():
-        weight_map, shards = None, {SINGLE_NAME}
     else:
         raise CheckpointError(
             f"{path} has no {SINGLE_NAME} and no {INDEX_NAME}; save the model as safetensors "

@@ -19,6 +19,8 @@ from signed_align.errors import SignedAlignError, SignedAlignWarning
 
 OBJECTIVES = ["sign_marginalized", "signed", "permutation"]
 BAD_INPUT = 2
+POSITIVE = click.IntRange(min=1)
+SEED = click.IntRange(0, 2**32 - 1)
 
 
 @dataclass
@@ -114,7 +116,7 @@ def _run(
             click.echo(f"error: {error}", err=True)
             sys.exit(BAD_INPUT)
     if as_json:
-        click.echo(json.dumps({**report.data, "warnings": said}, indent=2))
+        click.echo(json.dumps({**report.data, "warnings": said}, indent=2, allow_nan=False))
     else:
         click.echo("\n".join(report.lines))
 
@@ -157,7 +159,9 @@ device_option = click.option("--device", default="cpu", show_default=True, help=
     show_default=True,
     help="Directory for artifacts, JSON and plots; replaced if it is an earlier demo's.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of twin, training and sampling.")
+@click.option(
+    "--seed", default=0, type=SEED, show_default=True, help="Seed of twin, training and sampling."
+)
 def demo_command(model: str | None, out: Path, seed: int) -> Report:
     """Move a LoRA, an SAE and a merge to a scrambled twin of a real model."""
     from signed_align.demo import run_demo
@@ -169,7 +173,7 @@ def demo_command(model: str | None, out: Path, seed: int) -> Report:
 @command("scramble")
 @click.argument("model")
 @output_directory
-@click.option("--seed", default=0, show_default=True, help="Chooses the group element.")
+@click.option("--seed", default=0, type=SEED, show_default=True, help="Chooses the group element.")
 @click.option(
     "--group",
     type=click.Choice(["signed", "permutation"]),
@@ -187,7 +191,7 @@ def scramble_command(
     from signed_align.files import require_free
 
     if save_gauge is not None:
-        require_free(save_gauge, force=force)
+        require_free(save_gauge, directory=False, force=force, inputs=[out])
     gauge = scramble(model, out, seed=seed, signed=group == "signed", force=force)
     if save_gauge is not None:
         gauge.save(save_gauge, force=force)
@@ -217,7 +221,9 @@ def scramble_command(
 @text_option
 @click.option("--objective", type=click.Choice(OBJECTIVES), default=OBJECTIVES[0])
 @click.option("--layers", help="Hidden states to use, such as 1,15,-2; by default all.")
-@click.option("--tokens", type=int, help="Calibration tokens at most; by default 8 a coordinate.")
+@click.option(
+    "--tokens", type=POSITIVE, help="Calibration tokens at most; by default 8 a coordinate."
+)
 @click.option("--truth", type=click.Path(path_type=Path), help="True gauge, to score against.")
 @device_option
 @existing_output
@@ -240,7 +246,7 @@ def gauge_command(
     from signed_align.gauge import Gauge, coordinate_accuracy
     from signed_align.recovery import recover
 
-    require_free(out, force=force)
+    require_free(out, directory=False, force=force, inputs=_directories(source, target))
     true_gauge = Gauge.load(truth) if truth is not None else None
     if true_gauge is not None:
         true_gauge.require_source(Checkpoint.open(source).identity)
@@ -268,7 +274,7 @@ def gauge_command(
         f"  weak (< 0.05)   {residual['weak_fraction']:.3f}",
     ]
     if true_gauge is not None:
-        accuracy = coordinate_accuracy(gauge.elements["residual"], true_gauge.elements["residual"])
+        accuracy = coordinate_accuracy(gauge.element("residual"), true_gauge.element("residual"))
         data |= accuracy
         lines += [
             f"  permutation accuracy {accuracy['permutation_accuracy']:.3f}",
@@ -319,7 +325,7 @@ def port_command(
     result = port(
         artifact, Gauge.load(gauge), out, inverse=inverse, any_source=any_source, force=force
     )
-    checked = "checked by fingerprint" if result["source_verified"] else "not checked"
+    checked = "checked by fingerprint" if result["source_verified"] else "not proved"
     return Report(
         result,
         [
@@ -365,7 +371,13 @@ def merge_command(recipe: Path, out: Path, force: bool, **options: Any) -> Repor
 @click.option("--gauge", type=click.Path(path_type=Path), help="Gauge from A to B, to align by.")
 @text_option
 @click.option("--points", default=11, show_default=True, help="Points on the path, ends included.")
-@click.option("--tokens", default=4096, show_default=True, help="Tokens of text to use at most.")
+@click.option(
+    "--tokens",
+    default=4096,
+    type=POSITIVE,
+    show_default=True,
+    help="Tokens of text to use at most.",
+)
 @click.option("--plot", type=click.Path(path_type=Path), help="Image file (png, svg, pdf).")
 @device_option
 @existing_output
@@ -381,12 +393,13 @@ def barrier_command(
     force: bool,
 ) -> Report:
     """Measure the loss on the straight path from A to B, before and after alignment."""
-    from signed_align.barrier import measure_barrier, plot_paths
+    from signed_align.barrier import measure_barrier, plot_paths, require_plottable
     from signed_align.files import atomic_path, require_free
     from signed_align.gauge import Gauge
 
     if plot is not None:
-        require_free(plot, force=force)
+        require_plottable(plot)
+        require_free(plot, directory=False, force=force, inputs=_directories(a, b))
     paths = measure_barrier(
         a,
         b,
@@ -397,7 +410,7 @@ def barrier_command(
         device=device,
     )
     if plot is not None:
-        with atomic_path(plot, force=force) as temporary:
+        with atomic_path(plot, directory=False, force=force) as temporary:
             plot_paths(paths, temporary)
     final = paths["aligned"] if "aligned" in paths else paths["straight"]
     return Report(
@@ -420,8 +433,10 @@ def barrier_command(
 @click.option("--task", help="lm-eval task: measures accuracy.")
 @click.option("--adapter", type=click.Path(path_type=Path), help="PEFT adapter to put on MODEL.")
 @click.option("--tasks-dir", type=click.Path(path_type=Path), help="Directory of task YAML files.")
-@click.option("--limit", type=int, help="Use only the first examples of the task.")
-@click.option("--batch-size", default=32, show_default=True, help="Examples at a time.")
+@click.option("--limit", type=POSITIVE, help="Use only the first examples of the task.")
+@click.option(
+    "--batch-size", default=32, type=POSITIVE, show_default=True, help="Examples at a time."
+)
 @click.option("--sae", type=click.Path(path_type=Path), help="SAELens SAE: measures its NMSE.")
 @text_option
 @device_option
@@ -472,6 +487,10 @@ def inspect_command(thing: str) -> Report:
     from signed_align.inspection import inspect
 
     return Report(*inspect(thing))
+
+
+def _directories(*models: str) -> list[Path]:
+    return [Path(model) for model in models if Path(model).is_dir()]
 
 
 def _numbers(text: str) -> list[int]:

@@ -82,10 +82,14 @@ def evaluate(
                 bootstrap_iters=0,
                 log_samples=False,
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+        except SignedAlignError:
+            raise
+        except Exception as error:  # tasks run code of their own
             raise ArtifactError(
                 f"lm-eval could not run {task!r}: {' '.join(str(error).split())}"
             ) from error
+    if task not in outcome["n-samples"]:
+        raise ArtifactError(f"{task!r} is a group of tasks; give one of its tasks.")
     metrics = {
         name.removesuffix(",none"): value
         for name, value in outcome["results"][task].items()

@@ -5,47 +5,91 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from signed_align.errors import CheckpointError
 
 
-def require_free(final: Path, *, force: bool = False) -> None:
-    """Raise CheckpointError if ``final`` exists, is not an empty directory, and may not go."""
-    occupied = final.exists() and not (final.is_dir() and not any(final.iterdir()))
-    if occupied and not force:
-        raise CheckpointError(f"{final} exists already; choose another name or pass --force.")
+def require_free(
+    final: Path, *, directory: bool, force: bool = False, inputs: Iterable[Path] = ()
+) -> Path:
+    """The resolved place of an output, if it may be written.
 
-
-@contextmanager
-def atomic_path(final: Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield a path beside ``final`` to write a file or directory to; rename it on success.
-
-    The yielded path has the final name, inside a hidden temporary directory, and does not exist
-    yet. If the block raises, nothing is left behind.
+    Parameters
+    ----------
+    final : Path
+        Where the output is wanted.
+    directory : bool
+        Whether the output is a directory or a file. One is never replaced by the other.
+    force : bool
+        Replace what exists.
+    inputs : iterable of Path
+        What is read: it may not be, hold, or lie around the output, whatever ``force`` says.
 
     Raises
     ------
     CheckpointError
-        If ``final`` exists and ``force`` is False, or its parent cannot be written.
+        If the output may not be written there.
     """
-    final = Path(os.path.abspath(final))
-    require_free(final, force=force)
+    if not str(final) or str(final) == ".":
+        raise CheckpointError("the output has no name of its own.")
+    place = Path(os.path.realpath(final))
+    if Path.cwd().is_relative_to(place):
+        raise CheckpointError(f"{final} holds the working directory; choose another output.")
+    for source in inputs:
+        origin = Path(os.path.realpath(source))
+        if place.is_relative_to(origin) or origin.is_relative_to(place):
+            raise CheckpointError(f"the output {final} overlaps the input {source}.")
+    if place.exists() and place.is_dir() != directory:
+        found, wanted = ("directory", "file") if place.is_dir() else ("file", "directory")
+        raise CheckpointError(f"{final} is a {found}; the output is a {wanted}.")
+    empty = place.is_dir() and not any(place.iterdir())
+    if place.exists() and not empty and not force:
+        raise CheckpointError(f"{final} exists already; choose another name or pass --force.")
+    return place
+
+
+@contextmanager
+def atomic_path(
+    final: Path, *, directory: bool, force: bool = False, inputs: Iterable[Path] = ()
+) -> Iterator[Path]:
+    """Yield a path beside ``final`` to write to; rename it on success.
+
+    The yielded path has the final name, inside a hidden temporary directory. A directory is there
+    already, a file is not. If the block raises, nothing is left behind and what existed stays.
+
+    Parameters
+    ----------
+    final, directory, force, inputs
+        As for :func:`require_free`.
+
+    Raises
+    ------
+    CheckpointError
+        If the output may not be, or cannot be, written.
+    """
+    place = require_free(final, directory=directory, force=force, inputs=inputs)
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        holder = Path(tempfile.mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        holder = Path(tempfile.mkdtemp(prefix=f".{place.name[:64]}.partial-", dir=place.parent))
     except OSError as error:
         raise CheckpointError(f"{final} cannot be written: {error.strerror}.") from error
     try:
-        temporary = holder / final.name
+        temporary, replaced = holder / place.name, holder / "replaced"
+        if directory:
+            temporary.mkdir()
+        yield temporary
+        if place.exists():
+            os.replace(place, replaced)
         try:
-            yield temporary
-        except OSError as error:
-            raise CheckpointError(f"writing {final} failed: {error}.") from error
-        if final.is_dir():
-            os.replace(final, holder / "replaced")
-        os.replace(temporary, final)
+            os.replace(temporary, place)
+        except OSError:
+            if replaced.exists():
+                os.replace(replaced, place)
+            raise
+    except OSError as error:
+        raise CheckpointError(f"writing {final} failed: {error}.") from error
     finally:
         shutil.rmtree(holder, ignore_errors=True)

