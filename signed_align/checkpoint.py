@@ -46,7 +46,7 @@ _WEIGHT_SUFFIXES = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".h5", ".msgpack",
     ".npz", ".pkl", ".tflite",
 }  # fmt: skip
-_WEIGHT_INDEXES = {"pytorch_model.bin.index.json"}
+_WEIGHT_INDEXES = {"pytorch_model.bin.index.json", INDEX_NAME}
 _NOT_WEIGHTS = {"training_args.bin"}
 
 _DTYPES = {
@@ -225,7 +225,8 @@ def apply(
         meter.close()
         for file in _other_files(checkpoint):
             relative = file.relative_to(checkpoint.path)
-            if is_weight_file(file):
+            index_in_use = file == checkpoint.path / INDEX_NAME and len(shards) > 1
+            if is_weight_file(file) and not index_in_use:
                 left_out.append(str(relative))
                 continue
             (temporary / relative).parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from signed_align import Checkpoint, Gauge, SignedPermutation, apply, scramble
-from signed_align.checkpoint import BLOCK_BYTES
 from signed_align.errors import ChartError, CheckpointError, GaugeError, SignedAlignError
 from tests import tiny
 
@@ -74,8 +73,8 @@ def test_fp8_weights_round_trip(tmp_path):
 def test_large_tensors_are_moved_in_blocks_of_rows(tmp_path, monkeypatch):
     source = tiny.save(tiny.build("llama"), tmp_path / "source")
     gauge = scramble(source, tmp_path / "whole", seed=4)
-    assert BLOCK_BYTES >= 2**20
     monkeypatch.setattr("signed_align.checkpoint.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("signed_align.checkpoint.LARGE_BYTES", 2000)
     apply(gauge, source, tmp_path / "blocks")
     assert identical(tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "blocks"))
 
@@ -207,6 +206,47 @@ def test_an_existing_directory_is_kept(tmp_path, twin):
     apply(gauge, source, tmp_path / "out", force=True)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_output_never_takes_the_place_of_an_input(tmp_path, twin, monkeypatch):
+    _, _, gauge = twin
+    source = shutil.copytree(twin[0], tmp_path / "models" / "source")
+    before = tensors_of(source)
+    for out in (source, tmp_path / "models", source / "inside"):
+        with pytest.raises(CheckpointError, match="overlaps the input"):
+            apply(gauge, source, out, force=True)
+    monkeypatch.chdir(tmp_path)
+    for out in ("", ".", "..", tmp_path):
+        with pytest.raises(CheckpointError, match=r"no name|working directory"):
+            apply(gauge, source, out, force=True)
+    with pytest.raises(CheckpointError, match="is a directory; the output is a file"):
+        gauge.save(source, force=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="is a file; the output is a directory"):
+        apply(gauge, source, tmp_path / "file", force=True)
+    assert identical(tensors_of(source), before)
+
+
+def test_a_failed_replacement_keeps_what_was_there(tmp_path):
+    from signed_align.files import atomic_path
+
+    (tmp_path / "old").write_text("precious")
+    with (
+        pytest.raises(CheckpointError, match="failed"),
+        atomic_path(tmp_path / "old", directory=False, force=True),
+    ):
+        pass  # nothing is written
+    assert (tmp_path / "old").read_text() == "precious"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
+
+
+def test_of_two_sets_of_weights_the_one_that_transformers_loads_is_moved(tmp_path):
+    source = tiny.save(tiny.build("llama"), tmp_path / "source")
+    shutil.copytree(tiny.save(tiny.build("llama", seed=1), tmp_path / "other", shard="40KB"),
+                    source, dirs_exist_ok=True)  # fmt: skip
+    before = tiny.logits(tiny.load(source))
+    scramble(source, tmp_path / "twin", seed=4)
+    assert tiny.relative_change(before, tiny.logits(tiny.load(tmp_path / "twin"))) <= 1e-5
 
 
 def test_a_hub_id_is_taken_from_the_cache(tmp_path, twin, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -204,7 +205,20 @@ def test_bad_input_is_one_sentence_exit_code_2_and_no_output(work, tmp_path):
     layer_norm = tiny.save(tiny.build("gpt2"), tmp_path / "gpt2")
     wide = tiny.save(tiny.build("qwen3", hidden_size=64), tmp_path / "wide")
     text = ["--text", work / "text.txt"]
+    shutil.copytree(work / "source", tmp_path / "quantised")
+    config = json.loads((work / "source" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
+    shutil.copytree(work / "adapter", tmp_path / "odd")
+    odd = tmp_path / "odd" / "adapter_model.safetensors"
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_X.weight"
+    save_file({**load_file(odd), name: torch.zeros(2)}, odd)
     before = sorted(tmp_path.iterdir())
+    fails("scramble", tmp_path / "quantised", "-o", out, match="quantised (awq)")
+    fails("port", tmp_path / "odd", "--gauge", gauge, "-o", out, match=name)
+    fails("gauge", work / "source", work / "twin", "-o", out, *text, "--device", "cuda:9",
+          match="cannot be loaded on cuda:9")  # fmt: skip
+    fails("barrier", work / "source", work / "twin", *text, "--plot", out, match="image format")
     fails("scramble", damaged, "-o", out, match="truncated or damaged")
     fails("apply", gauge, wide, "-o", out, "--any-source", match="48 residual coordinates")
     fails("apply", gauge, work / "twin", "-o", out, match="made for another checkpoint")

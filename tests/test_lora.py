@@ -38,6 +38,11 @@ VARIANTS = {
     },
     "one layer": {"target_modules": LINEAR, "layers_to_transform": [1]},
     "tokens": {"target_modules": ["o_proj"], "trainable_token_indices": [5, 9, 11]},
+    "head tokens": {"target_modules": ["o_proj"], "trainable_token_indices": {"lm_head": [5, 11]}},
+    "all tokens": {
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"embed_tokens": [5, 9], "lm_head": [5, 11]},
+    },
 }
 
 
@@ -166,7 +171,8 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, twin):
     adapter_on(target, tmp_path / "adapter", target_modules=["q_proj"])
     with pytest.raises(GaugeError, match="another checkpoint"):
         port(tmp_path / "adapter", gauge, tmp_path / "ported")
-    port(tmp_path / "adapter", gauge, tmp_path / "ported", any_source=True)
+    report = port(tmp_path / "adapter", gauge, tmp_path / "ported", any_source=True)
+    assert not report["source_verified"]
     rewrite(tmp_path / "adapter", base_model_name_or_path="someone/other-model")
     with pytest.raises(ArtifactError, match="--any-source"):
         port(tmp_path / "adapter", gauge, tmp_path / "again")

@@ -1,5 +1,6 @@
 """Merging through mergekit: aligned inputs, whatever the method does with them."""
 
+import shutil
 import threading
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 import yaml
 from mergekit.merge_methods import get, registered_methods
 from mergekit.options import MergeOptions
+from safetensors.torch import load_file, save_file
 from signed_align.merge_methods.align import GAUGES, AlignedMergeMethod
 
 from signed_align import Gauge, SignedAlignError, SignedPermutation, merge, scramble
 from tests import tiny
+from tests.test_recovery import CHARACTERS, add_tokenizer
 
 QUIET = MergeOptions(quiet=True)
 PLAIN = [m.spec.name for m in registered_methods() if not isinstance(m, AlignedMergeMethod)]
@@ -124,11 +127,19 @@ def test_the_output_has_the_coordinates_of_the_first_model_or_of_the_base(tmp_pa
         tiny.load(path).model.norm.weight for path in (tmp_path / "first", tmp_path / "second")
     ]
     assert not torch.allclose(*weights)
-    based, report = merged_logits(
-        tmp_path, "based", "signed_align_ties", pair(family), family / "twin"
+    in_tuned, _ = merged_logits(
+        tmp_path, "tuned", "ties", {family / "base": {"weight": 1}}, family / "tuned"
+    )
+    in_twin, report = merged_logits(
+        tmp_path, "twin", "signed_align_ties", {family / "base": {"weight": 1}}, family / "twin"
     )
     assert report["reference"] == str(family / "twin")
-    assert based.shape == straight.shape
+    assert tiny.relative_change(in_tuned, in_twin) <= 1e-4
+    gain = tiny.load(tmp_path / "tuned").model.norm.weight
+    moved = (
+        Gauge.load(family / "gauge.safetensors").elements["residual"].apply(gain, 0, signed=False)
+    )
+    torch.testing.assert_close(tiny.load(tmp_path / "twin").model.norm.weight, moved)
 
 
 @pytest.mark.parametrize("direction", ["as is", "inverted"])
@@ -276,7 +287,35 @@ def test_weights_that_mergekit_would_drop_are_noticed(tmp_path):
     models = {source: {"weight": 1}}
     with pytest.raises(SignedAlignError, match="left out 14 weights"):
         merge(recipe(tmp_path / "r.yml", "signed_align", models), tmp_path / "out", QUIET)
+    sources = [{"model": str(source), "layer_range": [0, 2], "parameters": {"weight": 1}}]
+    content = {"merge_method": "signed_align", "slices": [{"sources": sources}]}
+    (tmp_path / "s.yml").write_text(yaml.safe_dump(content))
+    with pytest.raises(SignedAlignError, match="left out 7 weights"):
+        merge(tmp_path / "s.yml", tmp_path / "out", QUIET)
     assert not (tmp_path / "out").exists()
+
+
+def test_constants_that_mergekit_leaves_out_are_not_missed(tmp_path, family):
+    shutil.copytree(family / "base", tmp_path / "old")
+    file = tmp_path / "old" / "model.safetensors"
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    save_file({**load_file(file), **buffer}, file, metadata={"format": "pt"})
+    models = {tmp_path / "old": {"weight": 1}, family / "twin": {"weight": 1}}
+    merge(recipe(tmp_path / "r.yml", "signed_align", models), tmp_path / "out", QUIET)
+
+
+def test_vocabularies_are_not_mixed_before_they_are_aligned(tmp_path, family):
+    """mergekit fills a token that one model lacks from another model, before it merges."""
+    for name in ("base", "twin"):
+        shutil.copytree(family / name, tmp_path / name)
+    add_tokenizer(tmp_path / "base")
+    add_tokenizer(tmp_path / "twin", CHARACTERS[:60])
+    models = {tmp_path / "base": {"weight": 1}, tmp_path / "twin": {"weight": 1}}
+    file = recipe(tmp_path / "r.yml", "signed_align", models, tokenizer_source="union")
+    with pytest.raises(SignedAlignError, match="mix their coordinates"):
+        merge(file, tmp_path / "out", QUIET)
+    add_tokenizer(tmp_path / "twin")
+    merge(file, tmp_path / "out", QUIET)
 
 
 def test_relative_paths_are_local_not_hub_ids(tmp_path, family, monkeypatch):
@@ -291,9 +330,11 @@ def test_relative_paths_are_local_not_hub_ids(tmp_path, family, monkeypatch):
 
 
 def test_models_of_two_architectures_are_refused(tmp_path, family):
-    other = tiny.save(tiny.build("mistral", hidden_size=32, head_dim=8), tmp_path / "other")
+    other = tiny.save(
+        tiny.build("qwen2", hidden_size=32, tie_word_embeddings=False), tmp_path / "other"
+    )
     models = {family / "base": {"weight": 1}, other: {"weight": 1}}
     file = recipe(tmp_path / "r.yml", "signed_align", models)
-    with pytest.raises(SignedAlignError):
+    with pytest.raises(SignedAlignError, match="size mismatch"):
         merge(file, tmp_path / "out", MergeOptions(quiet=True, allow_crimes=True))
     assert not (tmp_path / "out").exists()

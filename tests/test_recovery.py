@@ -99,6 +99,31 @@ def test_a_massive_token_would_otherwise_decide(tmp_path):
     assert gauge.provenance["left_out"] == 1
 
 
+def test_massive_tokens_are_left_out_of_activations(tmp_path):
+    """A token that is huge and random on one side would drown the rest of a small text."""
+    source, twin, truth = twins(tmp_path)
+    for path, seed in ((source, 1), (twin, 2)):
+        file = path / "model.safetensors"
+        tensors = load_file(file)
+        noise = torch.randn(tiny.WIDTH, generator=torch.Generator().manual_seed(seed))
+        tensors["model.embed_tokens.weight"][3] = 1e3 * noise
+        save_file(tensors, file, metadata={"format": "pt"})
+    text = [*(line.replace("!", "#") for line in TEXT), "a!", "b!", "c!", "d!"]
+    gauge = recover(source, twin, text=text, layers=[0], max_tokens=5000)
+    assert accuracy(gauge, truth) == (1.0, 1.0)
+    assert gauge.provenance["left_out"] == 4
+    # sequences of two lengths were padded; padding is in neither count
+    assert gauge.provenance["samples"] + 4 == gauge.provenance["tokens"] == 60 * 20 + 8
+
+
+def test_a_checkpoint_of_the_bare_model_class_is_matched(tmp_path):
+    source, twin, truth = twins(tmp_path, tie_word_embeddings=True)
+    file = twin / "model.safetensors"
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert accuracy(recover(source, twin), truth) == (1.0, 1.0)
+
+
 def test_text_without_tokens_is_refused(tmp_path):
     source, twin, _ = twins(tmp_path)
     with pytest.raises(SignedAlignError, match="no text"):

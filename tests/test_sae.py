@@ -9,7 +9,7 @@ from sae_lens.registry import get_sae_class, get_sae_training_class
 from safetensors.torch import load_file, save_file
 
 from signed_align import Gauge, SignedPermutation, port
-from signed_align.errors import ArtifactError
+from signed_align.errors import ArtifactError, ChartError
 from signed_align.gauge import ModelIdentity
 from tests import tiny
 
@@ -137,6 +137,7 @@ def rewrite(path, **changes):
         ({"normalize_activations": "covariance_whitening"}, "fold"),
         ({"reshape_activations": "hook_z"}, "head outputs"),
         ({"metadata": {"model_name": "someone/model"}}, "which hook"),
+        ({"metadata": None}, "which hook"),
         ({"metadata": {"model_name": "someone/else", "hook_name": HOOK}}, "--any-source"),
     ],
 )
@@ -156,7 +157,7 @@ def test_unknown_tensors_and_other_widths_are_refused(tmp_path, gauge):
         port(tmp_path / "sae", gauge, tmp_path / "ported")
     narrow = Gauge({"residual": SignedPermutation.random(32)}, {}, gauge.source, gauge.target)
     build("standard", tmp_path / "sae")
-    with pytest.raises(Exception, match="shape"):
+    with pytest.raises(ChartError, match="shape"):
         port(tmp_path / "sae", narrow, tmp_path / "ported")
 
 

@@ -98,13 +98,6 @@ def test_adam_moments_follow_their_weights(model_type):
         assert tiny.relative_change(moved, theirs.detach()) <= 1e-4, name
 
 
-def test_a_signed_second_moment_would_be_wrong():
-    gauge = Gauge({"residual": SignedPermutation.random(tiny.WIDTH, seed=1)})
-    squares = torch.rand(tiny.WIDTH)
-    assert bool((transport(squares, (RESIDUAL.unsigned,), gauge) >= 0).all())
-    assert bool((transport(squares, (RESIDUAL,), gauge) < 0).any())
-
-
 def test_neuron_and_attribution_lists():
     """Index i becomes the j with perm[j] = i, and a value takes the sign of j."""
     element = SignedPermutation.random(tiny.WIDTH, seed=4)
