@@ -211,7 +211,7 @@ def plot_paths(paths: dict[str, LossPath], file: str | Path, title: str = "") ->
     from matplotlib import pyplot
 
     pyplot.switch_backend("Agg")
-    figure, axis = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(8.0, 4.0), layout="constrained")
     for label, path in paths.items():
         (line,) = axis.plot(
             path.alphas, path.losses, marker="o", markersize=4, label=f"{label}: {path.barrier:.3f}"
@@ -219,7 +219,8 @@ def plot_paths(paths: dict[str, LossPath], file: str | Path, title: str = "") ->
         axis.plot(path.alphas, path.chord, linestyle=":", linewidth=1, color=line.get_color())
     axis.set_xlabel("α  (0: A, 1: B)")
     axis.set_ylabel("loss, nats per token")
-    axis.legend(title="peak above chord, nats", frameon=False)
+    axis.plot([], [], linestyle=":", color="grey", label="chords")
+    figure.legend(loc="outside right upper", title="peak above chord, nats", frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     if title:
         axis.set_title(title)
