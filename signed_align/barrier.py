@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,13 +14,18 @@ from torch import Tensor
 
 from signed_align.activations import Batch, batches, load_model, load_tokenizer, sentences_of
 from signed_align.checkpoint import Checkpoint
-from signed_align.errors import CheckpointError, SignedAlignError
+from signed_align.errors import CheckpointError, SignedAlignError, SignedAlignWarning
 from signed_align.gauge import Gauge
 from signed_align.labels import transport
 from signed_align.progress import track
 
 DEFAULT_POINTS = 11
 DEFAULT_TOKENS = 4096
+
+# What a config may say differently without changing what the weights compute.
+SILENT_SETTINGS = {
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,18 @@ def measure_barrier(
         gauge.require_source(start.identity)
         gauge.require_target(end.identity)
         start.chart.require_native(gauge)
+    differing = sorted(
+        key
+        for key in (start.settings.keys() | end.settings.keys()) - SILENT_SETTINGS
+        if start.settings.get(key) != end.settings.get(key)
+    )
+    if differing:
+        warnings.warn(
+            f"the configs of {a} and {b} differ in {', '.join(differing)}; the whole path is run "
+            f"with that of {a}.",
+            SignedAlignWarning,
+            stacklevel=2,
+        )
     barrier = Barrier(start, sentences_of(text), max_tokens, dtype, device)
     paths = {"straight": barrier.path(end, points=points)}
     if gauge is not None:

@@ -243,7 +243,7 @@ def gauge_command(
     """Recover the gauge that leads from SOURCE's to TARGET's coordinates."""
     from signed_align.checkpoint import Checkpoint
     from signed_align.files import require_free
-    from signed_align.gauge import Gauge, coordinate_accuracy
+    from signed_align.gauge import Gauge
     from signed_align.recovery import recover
 
     require_free(out, directory=False, force=force, inputs=_directories(source, target))
@@ -274,7 +274,7 @@ def gauge_command(
         f"  weak (< 0.05)   {residual['weak_fraction']:.3f}",
     ]
     if true_gauge is not None:
-        accuracy = coordinate_accuracy(gauge.element("residual"), true_gauge.element("residual"))
+        accuracy = gauge.element("residual").agreement(true_gauge.element("residual"))
         data |= accuracy
         lines += [
             f"  permutation accuracy {accuracy['permutation_accuracy']:.3f}",

@@ -204,14 +204,7 @@ class Gauge:
         """What ``inspect`` and ``--json`` say of the gauge: sizes, signs, margins, both ends."""
         spaces: dict[str, dict[str, Any]] = {}
         for space, element in self.elements.items():
-            spaces[space] = {
-                "size": element.size,
-                "identity": element.is_identity,
-                "positive_sign_fraction": float((element.sign > 0).double().mean()),
-                "fixed_point_fraction": float(
-                    (element.perm == torch.arange(element.size)).double().mean()
-                ),
-            }
+            spaces[space] = element.describe()
             if space in self.margins:
                 spaces[space]["margin"] = margin_quantiles(self.margins[space])
                 spaces[space]["weak_fraction"] = float(
@@ -230,21 +223,6 @@ def margin_quantiles(margin: Tensor) -> dict[str, float]:
     points = torch.tensor([0.0, 0.05, 0.5, 0.95], dtype=torch.float64)
     values = torch.quantile(margin.double(), points)
     return dict(zip(("min", "q05", "median", "q95"), values.tolist(), strict=True))
-
-
-def coordinate_accuracy(found: SignedPermutation, truth: SignedPermutation) -> dict[str, float]:
-    """Share of coordinates whose partner, and whose sign, a recovered element gets right.
-
-    Returns ``permutation_accuracy`` and ``sign_accuracy``; a sign counts as right only where the
-    permutation is, since it belongs to a pair of coordinates.
-    """
-    if found.size != truth.size:
-        raise GaugeError(f"the gauge has {found.size} coordinates and the true one {truth.size}.")
-    right = found.perm == truth.perm
-    return {
-        "permutation_accuracy": float(right.double().mean()),
-        "sign_accuracy": float((right & (found.sign == truth.sign)).double().mean()),
-    }
 
 
 def _require_valid(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,6 +177,31 @@ class SignedPermutation:
         matrix = torch.zeros(self.size, self.size, dtype=dtype)
         matrix[self.perm, torch.arange(self.size)] = self.sign.to(dtype)
         return matrix
+
+    def describe(self) -> dict[str, Any]:
+        """What a report says of the element: how many coordinates it moves, and how."""
+        return {
+            "size": self.size,
+            "identity": self.is_identity,
+            "positive_sign_fraction": float((self.sign > 0).double().mean()),
+            "fixed_point_fraction": float((self.perm == torch.arange(self.size)).double().mean()),
+        }
+
+    def agreement(self, truth: SignedPermutation) -> dict[str, float]:
+        """Share of coordinates whose partner, and whose sign, this element gets right.
+
+        Returns ``permutation_accuracy`` and ``sign_accuracy``; a sign counts as right only where
+        the permutation is, since it belongs to a pair of coordinates.
+        """
+        if self.size != truth.size:
+            raise GaugeError(
+                f"the gauge has {self.size} coordinates and the true one {truth.size}."
+            )
+        right = self.perm == truth.perm
+        return {
+            "permutation_accuracy": float(right.double().mean()),
+            "sign_accuracy": float((right & (self.sign == truth.sign)).double().mean()),
+        }
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The tensors that define the element in a gauge file."""

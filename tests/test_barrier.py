@@ -1,5 +1,6 @@
 """Barriers: the peak above the chord, which alignment takes away."""
 
+import json
 import math
 import shutil
 
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from signed_align import Gauge, SignedAlignError, SignedPermutation, scramble
 from signed_align.barrier import LossPath, measure_barrier, plot_paths
-from signed_align.errors import CheckpointError, GaugeError
+from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
 from tests import tiny
 from tests.test_recovery import CHARACTERS, TEXT, add_tokenizer
 
@@ -91,6 +92,15 @@ def test_a_loss_that_says_nothing_is_refused(pair, tmp_path):
     broken = add_tokenizer(tiny.save(model, tmp_path / "nan"))
     with pytest.raises(SignedAlignError, match="not finite"):
         measure_barrier(source, broken, text=TEXT)
+
+
+def test_configs_that_differ_are_said(pair, tmp_path):
+    source, twin, _ = pair
+    shutil.copytree(twin, tmp_path / "other")
+    config = json.loads((twin / "config.json").read_text()) | {"rms_norm_eps": 3.0}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    with pytest.warns(SignedAlignWarning, match="differ in rms_norm_eps"):
+        measure_barrier(source, tmp_path / "other", text=TEXT[:5], points=3)
 
 
 def test_weights_that_are_missing_are_not_made_up(pair, tmp_path):

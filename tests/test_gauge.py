@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from signed_align import Gauge, SignedAlignError, SignedPermutation
 from signed_align.errors import CheckpointError, GaugeError
-from signed_align.gauge import ModelIdentity, coordinate_accuracy
+from signed_align.gauge import ModelIdentity
 
 A, B, C = (ModelIdentity(name, name * 8, "llama") for name in "abc")
 
@@ -61,7 +61,7 @@ def test_a_space_that_only_one_gauge_moves_is_kept():
 def test_accuracy_counts_signs_only_where_the_partner_is_right():
     truth = SignedPermutation(torch.tensor([0, 1, 2, 3]), torch.tensor([1, -1, 1, -1]))
     found = SignedPermutation(torch.tensor([0, 1, 3, 2]), torch.tensor([1, 1, 1, -1]))
-    assert coordinate_accuracy(found, truth) == {
+    assert found.agreement(truth) == {
         "permutation_accuracy": 0.5,
         "sign_accuracy": 0.25,
     }

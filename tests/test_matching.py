@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from signed_align import Objective, SignedPermutation
 from signed_align.chart import NativeGroup
 from signed_align.errors import GaugeError
-from signed_align.gauge import coordinate_accuracy
 from signed_align.matching import Correlation, match
 
 SIZE = 40
@@ -43,7 +42,7 @@ def test_raw_signed_matching_stops_at_the_fraction_of_positive_signs():
     x = samples(4000, size=200)
     correlation = correlate(x, truth.apply(x, 1))
     positive = float((truth.sign > 0).float().mean())
-    signed = coordinate_accuracy(match(correlation, Objective.SIGNED).element, truth)
+    signed = match(correlation, Objective.SIGNED).element.agreement(truth)
     assert signed["permutation_accuracy"] == pytest.approx(positive, abs=0.02)
     assert set(match(correlation, Objective.SIGNED).element.sign.tolist()) == {1}
 

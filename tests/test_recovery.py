@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 from signed_align import Checkpoint, SignedAlignError, recover, scramble
 from signed_align.activations import batches, sentences_of, typical
 from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
-from signed_align.gauge import coordinate_accuracy
 from tests import tiny
 
 CHARACTERS = [chr(code) for code in range(33, 127)] + ["Ġ"]
@@ -41,9 +40,7 @@ def twins(tmp_path, model_type="llama", dtype=torch.float32, **settings):
 
 
 def accuracy(gauge, truth):
-    return tuple(
-        coordinate_accuracy(gauge.elements["residual"], truth.elements["residual"]).values()
-    )
+    return tuple(gauge.elements["residual"].agreement(truth.elements["residual"]).values())
 
 
 @pytest.mark.parametrize("model_type", tiny.ALL_TYPES)

@@ -26,7 +26,7 @@ from signed_align.demo.sae import train_sae
 from signed_align.errors import CheckpointError
 from signed_align.evaluation import evaluate
 from signed_align.files import require_free
-from signed_align.gauge import Gauge, coordinate_accuracy
+from signed_align.gauge import Gauge
 from signed_align.matching import Objective
 from signed_align.reconstruction import reconstruction_error, residual_activations
 from signed_align.recovery import evidence_from_activations, evidence_from_weights
@@ -153,7 +153,7 @@ class Demo:
             where = f"{name} (hidden state {layers[name]})" if name in layers else name
             for objective in Objective:
                 gauge = correlation.gauge(objective)
-                accuracy = coordinate_accuracy(gauge.elements["residual"], truth)
+                accuracy = gauge.elements["residual"].agreement(truth)
                 margin = gauge.summary()["spaces"]["residual"]["margin"]
                 found.setdefault(name, {})[objective.value] = {**accuracy, "margin": margin}
                 rows.append(
