@@ -11,7 +11,6 @@ from typing import Any
 from signed_align.adapters.artifact import Artifact, Family, move
 from signed_align.adapters.lora import LoraFamily
 from signed_align.adapters.sae import SaeFamily
-
 from signed_align.errors import ArtifactError
 from signed_align.gauge import Gauge
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from signed_align.chart import RESIDUAL, Chart
-from signed_align.checkpoint import Checkpoint, is_weight_file, rewrite_safetensors
+from signed_align.checkpoint import Checkpoint, carry_along, rewrite_safetensors
 from signed_align.errors import ArtifactError, CheckpointError, GaugeError, SignedAlignWarning
 from signed_align.files import atomic_path
 from signed_align.gauge import Gauge
@@ -85,7 +84,7 @@ def move(
     chart.require_native(gauge)
     artifact = family.read(path, chart, gauge)
     verified = False if any_source else _is_gauge_source(artifact, gauge)
-    tensors, left_out = 0, []
+    tensors = 0
     with atomic_path(out, directory=True, force=force, inputs=[path]) as temporary:
 
         def count(name: str, shape: tuple[int, ...]) -> Axes:
@@ -93,18 +92,11 @@ def move(
             tensors += 1
             return artifact.label(name, shape)
 
-        for file in sorted(path.rglob("*")):
-            relative = str(file.relative_to(path))
-            if not file.is_file() or relative in artifact.settings:
-                continue
-            if relative not in artifact.weights and is_weight_file(file):
-                left_out.append(relative)
-                continue
-            (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
-            if relative in artifact.weights:
-                rewrite_safetensors(file, temporary / relative, count, gauge)
-            else:
-                shutil.copy2(file, temporary / relative)
+        for name in artifact.weights:
+            rewrite_safetensors(path / name, temporary / name, count, gauge)
+        written = {path / name for name in (*artifact.weights, *artifact.settings)}
+        others = [file for file in path.rglob("*") if file.is_file() and file not in written]
+        left_out = carry_along(others, path, temporary)
         for relative, settings in artifact.settings.items():
             (temporary / relative).write_text(json.dumps(settings, indent=2) + "\n")
     return {

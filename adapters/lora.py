@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from signed_align.adapters.artifact import Artifact, read_json
-
 from signed_align.chart import Chart, ModuleLabel
 from signed_align.errors import ArtifactError, ChartError
 from signed_align.gauge import Gauge

@@ -1,17 +1,29 @@
-"""SAELens sparse autoencoders on the residual stream: features stay, coordinates move."""
+"""SAELens sparse autoencoders on the residual stream: features stay, coordinates move.
+
+Also here is how well one reconstructs a model's activations, which tells whether it has arrived.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from signed_align.adapters.artifact import Artifact, read_json
+import torch
+from torch import Tensor
 
-from signed_align.chart import RESIDUAL, Chart, NativeGroup
-from signed_align.errors import ArtifactError
+from signed_align.activations import (
+    batches,
+    load_tokenizer,
+    residual_activations,
+    sentences_of,
+)
+from signed_align.adapters.artifact import Artifact, read_json
+from signed_align.chart import RESIDUAL, Chart, Family, NativeGroup
+from signed_align.checkpoint import Checkpoint
+from signed_align.errors import ArtifactError, one_line
 from signed_align.gauge import Gauge
 from signed_align.labels import Axes
 
@@ -36,8 +48,9 @@ TENSORS: Mapping[str, Axes] = {
 }
 ARCHITECTURES = {"standard", "gated", "jumprelu", "topk", "batchtopk"}
 TRANSFORMER_LENS_HOOK = re.compile(
-    r"hook_embed|blocks\.\d+\.hook_(resid_(pre|mid|post)|attn_out|mlp_out)"
+    r"hook_embed|blocks\.(\d+)\.hook_(resid_pre|resid_mid|resid_post|attn_out|mlp_out)"
 )
+DEFAULT_TOKENS = 4096
 
 
 class SaeFamily:
@@ -133,3 +146,92 @@ def _require_movable(
             "the SAE normalises with layer_norm, which subtracts the mean over coordinates; a "
             "gauge that flips single signs changes that mean, so the SAE cannot follow it."
         )
+
+
+def nmse(original: Tensor, reconstruction: Tensor) -> float:
+    """Squared error over variance: Σ‖x − x̂‖² / Σ‖x − mean‖², for rows x of shape (n, d).
+
+    0 is perfect, 1 is no better than always answering with the mean.
+    """
+    error = (original - reconstruction).square().sum()
+    return float(error / (original - original.mean(0)).square().sum())
+
+
+def evaluate_sae(
+    model: str | Path,
+    sae: str | Path,
+    *,
+    text: str | Path | Sequence[str] | None = None,
+    max_tokens: int = DEFAULT_TOKENS,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """The reconstruction error of a saved SAE on a model's activations.
+
+    Parameters
+    ----------
+    model : str or Path
+        A local directory or a Hub id.
+    sae : str or Path
+        A directory that ``SAE.load_from_disk`` reads, on a residual hook.
+    text : path or sequence of str, optional
+        What the model reads; by default English prose that ships with Python.
+    max_tokens : int
+        How much of the text to use.
+    device : str
+        Where to run.
+
+    Returns
+    -------
+    dict
+        ``nmse``, ``tokens`` (tokens measured: those with massive activations are left out),
+        ``hook_name``.
+
+    Raises
+    ------
+    SignedAlignError
+        If the SAE does not load, or is not on a residual hook of this model.
+    """
+    from sae_lens import SAE
+
+    checkpoint = Checkpoint.open(model)
+    try:
+        dictionary = SAE.load_from_disk(str(sae), device=device)
+    except Exception as error:  # a damaged SAE fails in many ways
+        raise ArtifactError(f"SAELens cannot load {sae}: {one_line(error)}") from error
+    hook = str(dictionary.cfg.metadata.hook_name)
+    activations = residual_activations(
+        checkpoint,
+        _blocks_before(hook, checkpoint.chart.family),
+        batches(load_tokenizer(checkpoint), sentences_of(text), max_tokens=max_tokens),
+        device=device,
+    )
+    if activations.shape[1] != dictionary.cfg.d_in:
+        raise ArtifactError(
+            f"the SAE reads {dictionary.cfg.d_in} coordinates, the model has "
+            f"{activations.shape[1]}."
+        )
+    return {
+        "nmse": reconstruction_error(dictionary, activations),
+        "tokens": len(activations),
+        "hook_name": hook,
+    }
+
+
+@torch.inference_mode()
+def reconstruction_error(sae: Any, activations: Tensor) -> float:
+    """The :func:`nmse` of an SAELens SAE on activations of shape (n, d)."""
+    sae.eval()
+    return nmse(activations, sae(activations.to(sae.device)).cpu())
+
+
+def _blocks_before(hook: str, family: Family) -> int:
+    """How many blocks have run at a hook on the input or output of a block."""
+    lens = TRANSFORMER_LENS_HOOK.fullmatch(hook)
+    blocks = family.blocks_before(hook)
+    if lens and lens[2] in ("resid_pre", "resid_post"):
+        blocks = int(lens[1]) + (lens[2] == "resid_post")
+    if blocks is None:
+        raise ArtifactError(
+            f"the SAE reads {hook!r}; reconstruction is measured at the input or output of a block."
+        )
+    return blocks

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from mergekit.merge_methods import register, registered_methods
+
 from signed_align.merge_methods.align import AlignedMergeMethod
 from signed_align.merge_methods.run import merge
 

@@ -77,14 +77,13 @@ class GaugeBook:
             return self._opened(path)
 
     def gauge(
-        self, model: Hashable, reference: Hashable, file: str | None, objective: str
+        self, source: Checkpoint, target: Checkpoint, file: str | None, objective: str
     ) -> Gauge:
-        """The gauge from ``model``'s to ``reference``'s coordinates.
+        """The gauge from ``source``'s to ``target``'s coordinates.
 
         A gauge file may lead either way: the fingerprints say which. Raises GaugeError if it
         belongs to other checkpoints.
         """
-        source, target = self.checkpoint(model), self.checkpoint(reference)
         ends = source.identity.fingerprint, target.identity.fingerprint
         key = (*ends, file and (file, _stamp(Path(file))), objective)
         with self._lock:
@@ -180,13 +179,14 @@ def _aligned(group: TensorGroup, parameters: dict[str, Any]) -> TensorGroup:
     if objective == NO_ALIGNMENT or not group.entries:
         return group
     reference = _reference(group, parameters["reference"])
+    target = GAUGES.checkpoint(reference)
 
     def aligned(entry: TensorEntry) -> TensorEntry:
         if str(entry.id) == str(reference):
             return entry
-        gauge = GAUGES.gauge(entry.id, reference, parameters["gauge"][entry.id], objective)
-        name = group.metadata.name or ""
-        axes = GAUGES.checkpoint(entry.id).chart.axes(name, entry.tensor.shape)
+        source = GAUGES.checkpoint(entry.id)
+        gauge = GAUGES.gauge(source, target, parameters["gauge"][entry.id], objective)
+        axes = source.chart.axes(group.metadata.name or "", entry.tensor.shape)
         return replace(entry, tensor=transport(entry.tensor, axes, gauge))
 
     return replace(group, entries=tuple(aligned(entry) for entry in group.entries))

@@ -13,11 +13,11 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from pydantic import ValidationError
-from signed_align.merge_methods.align import GAUGES, AlignedMergeMethod
 
 from signed_align.checkpoint import Checkpoint
-from signed_align.errors import ArtifactError, SignedAlignError
+from signed_align.errors import ArtifactError, SignedAlignError, one_line
 from signed_align.files import atomic_path
+from signed_align.merge_methods.align import GAUGES, AlignedMergeMethod
 from signed_align.recovery import vocabulary
 
 MODEL_KEYS = {"model", "base_model", "path", "lora", "reference", "source", "tokenizer_source"}
@@ -64,7 +64,7 @@ def merge(
         config = MergeConfiguration.model_validate(_with_absolute_paths(yaml.safe_load(source)))
         method = merge_methods.get(config.merge_method)
     except (ValidationError, RuntimeError, ValueError, yaml.YAMLError, TypeError) as error:
-        raise ArtifactError(f"the recipe {recipe} is not valid: {_one_line(error)}") from error
+        raise ArtifactError(f"the recipe {recipe} is not valid: {one_line(error)}") from error
     whole_models = bool(config.models)  # run_merge rewrites the recipe into slices
     if not any(_has_tokenizer(model) for model in config.referenced_models()):
         options = options.model_copy(update={"copy_tokenizer": False})
@@ -82,7 +82,7 @@ def merge(
         except SignedAlignError:
             raise
         except Exception as error:  # mergekit and the Hub client raise errors of many kinds
-            raise ArtifactError(f"mergekit could not merge: {_one_line(error)}") from error
+            raise ArtifactError(f"mergekit could not merge: {one_line(error)}") from error
         if reference and options.safe_serialization:
             _require_complete(
                 Checkpoint.open(temporary), ModelReference.parse(reference), whole_models
@@ -176,7 +176,3 @@ def _read(recipe: str | Path) -> str:
         return Path(recipe).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError(f"the recipe {recipe} cannot be read: {error}.") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

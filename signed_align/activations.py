@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from signed_align.checkpoint import Checkpoint
-from signed_align.errors import CheckpointError, SignedAlignError
+from signed_align.errors import ArtifactError, CheckpointError, SignedAlignError, one_line
+from signed_align.progress import track
 
 MAX_LENGTH = 128
 BATCH_TOKENS = 1024
@@ -111,7 +112,7 @@ def load_model(checkpoint: Checkpoint, *, head: bool, dtype: torch.dtype, device
         model = model.to(device).eval()
     except Exception as error:  # a bad config, weight or device fails in many ways
         raise CheckpointError(
-            f"{checkpoint.name} cannot be loaded on {device}: {' '.join(str(error).split())}"
+            f"{checkpoint.name} cannot be loaded on {device}: {one_line(error)}"
         ) from error
     finally:
         if bars:
@@ -209,3 +210,37 @@ def paired_hidden_states(
     ]
     for state, (x, y) in enumerate(zip(*states, strict=True)):
         yield state, x[mask].float().cpu(), y[mask].float().cpu()
+
+
+@torch.inference_mode()
+def residual_activations(
+    checkpoint: Checkpoint, blocks: int, todo: Sequence[Batch], *, device: str = "cpu"
+) -> Tensor:
+    """The residual stream after the first ``blocks`` decoder blocks, of shape (tokens, d), float32.
+
+    Only those blocks are run. Padding and tokens with massive activations are left out.
+    """
+    model = load_model(checkpoint, head=False, dtype=torch.float32, device=device)
+    stack = model.get_submodule(checkpoint.chart.family.blocks)
+    if not 0 <= blocks <= len(stack):
+        raise ArtifactError(f"the model has {len(stack)} blocks, so none after block {blocks}.")
+    caught: list[Tensor] = []
+    if blocks:
+        del stack[blocks:]
+        stack[-1].register_forward_hook(
+            lambda _module, _inputs, output: caught.append(
+                output if isinstance(output, Tensor) else output[0]
+            )
+        )
+    else:
+        del stack[1:]
+        stack[0].register_forward_pre_hook(lambda _module, inputs: caught.append(inputs[0]))
+    rows = []
+    for batch in track(todo, "collecting activations", unit="batch"):
+        batch = batch.to(device)
+        model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+        rows.append(caught.pop()[batch.attention_mask.bool()].float().cpu())
+    activations = torch.cat(rows)
+    if not torch.isfinite(activations).all():
+        raise ArtifactError(f"the activations of {checkpoint.name} are not finite.")
+    return activations[typical(activations)]

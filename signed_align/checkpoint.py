@@ -13,10 +13,10 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from signed_align.chart import Chart
-from signed_align.errors import CheckpointError, SignedAlignError
+from signed_align.errors import CheckpointError, SignedAlignError, one_line
 from signed_align.files import atomic_path
 from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.labels import Axes, transport
@@ -112,8 +112,7 @@ class Checkpoint:
             return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         except Exception as error:  # a config of wrong types fails in many ways
             raise CheckpointError(
-                f"transformers cannot read the config of {self.path}: "
-                f"{' '.join(str(error).split())}"
+                f"transformers cannot read the config of {self.path}: {one_line(error)}"
             ) from error
 
     @property
@@ -215,7 +214,6 @@ def apply(
         gauge.require_source(checkpoint.identity)
     checkpoint.require_movable(gauge)
     shards = sorted(set(checkpoint.files.values()))
-    left_out = []
     with atomic_path(Path(out), directory=True, force=force, inputs=[checkpoint.path]) as temporary:
         meter = byte_meter("moving weights", sum(shard.stat().st_size for shard in shards))
         for shard in shards:
@@ -223,20 +221,17 @@ def apply(
                 shard, temporary / shard.name, checkpoint.chart.axes, gauge, meter.update
             )
         meter.close()
-        for file in _other_files(checkpoint):
-            relative = file.relative_to(checkpoint.path)
-            index_in_use = file == checkpoint.path / INDEX_NAME and len(shards) > 1
-            if is_weight_file(file) and not index_in_use:
-                left_out.append(str(relative))
-                continue
-            (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(file, temporary / relative)
+        others = list(_other_files(checkpoint))
+        if len(shards) > 1:  # the index in use is neither weights nor stale
+            shutil.copy2(checkpoint.path / INDEX_NAME, temporary)
+            others.remove(checkpoint.path / INDEX_NAME)
+        left_out = carry_along(others, checkpoint.path, temporary)
     result = Checkpoint.open(out)
     return {
         "out": str(out),
         "tensors": len(checkpoint.files),
         "bytes": sum(shard.stat().st_size for shard in shards),
-        "left_out": sorted(left_out),
+        "left_out": left_out,
         "fingerprint": result.identity.fingerprint,
     }
 
@@ -269,12 +264,9 @@ def scramble(
         source=checkpoint.identity,
         provenance={"method": "scramble", "seed": seed, "signed": signed},
     )
-    apply(gauge, model, out, force=force)
-    return Gauge(
-        elements=gauge.elements,
-        source=gauge.source,
-        target=Checkpoint.open(out).identity,
-        provenance=gauge.provenance,
+    twin = apply(gauge, model, out, force=force)
+    return replace(
+        gauge, target=ModelIdentity(str(out), twin["fingerprint"], checkpoint.model_type)
     )
 
 
@@ -315,7 +307,33 @@ def rewrite_safetensors(
                 pool.shutdown(cancel_futures=True)
 
 
-def is_weight_file(file: Path) -> bool:
+def carry_along(files: Iterable[Path], root: Path, destination: Path) -> list[str]:
+    """Copy files to the same place below ``destination``, but for those that hold weights.
+
+    Parameters
+    ----------
+    files : iterable of Path
+        Files below ``root``.
+    root, destination : Path
+        The directory they come from, and the one they go to.
+
+    Returns
+    -------
+    list of str
+        What was left out, relative to ``root``, sorted: it would stay in the old coordinates.
+    """
+    left_out = []
+    for file in files:
+        relative = file.relative_to(root)
+        if _is_weight_file(file):
+            left_out.append(str(relative))
+            continue
+        (destination / relative).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, destination / relative)
+    return sorted(left_out)
+
+
+def _is_weight_file(file: Path) -> bool:
     """Whether a file holds weights, or an index of weights, rather than text or settings."""
     return (
         file.suffix in _WEIGHT_SUFFIXES or file.name in _WEIGHT_INDEXES

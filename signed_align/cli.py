@@ -452,8 +452,8 @@ def evaluate_command(
     device: str,
 ) -> Report:
     """Measure a task's accuracy, with or without an adapter, or an SAE's reconstruction error."""
+    from signed_align.adapters.sae import evaluate_sae
     from signed_align.evaluation import evaluate
-    from signed_align.reconstruction import evaluate_sae
 
     if (task is None) == (sae is None):
         raise SignedAlignError("give either --task or --sae.")

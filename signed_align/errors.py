@@ -1,6 +1,11 @@
 """The errors a user can act on. Each message says what was found, what was expected, what to do."""
 
 
+def one_line(error: Exception) -> str:
+    """What another library's exception says, on a single line."""
+    return " ".join(str(error).split())
+
+
 class SignedAlignError(Exception):
     """Bad input. The command line prints it as one sentence and exits with code 2."""
 

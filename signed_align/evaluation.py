@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from signed_align.checkpoint import Checkpoint
-from signed_align.errors import ArtifactError, SignedAlignError
+from signed_align.errors import ArtifactError, SignedAlignError, one_line
 from signed_align.progress import libraries_silent
 
 BATCH_SIZE = 32
@@ -85,9 +85,7 @@ def evaluate(
         except SignedAlignError:
             raise
         except Exception as error:  # tasks run code of their own
-            raise ArtifactError(
-                f"lm-eval could not run {task!r}: {' '.join(str(error).split())}"
-            ) from error
+            raise ArtifactError(f"lm-eval could not run {task!r}: {one_line(error)}") from error
     if task not in outcome["n-samples"]:
         raise ArtifactError(f"{task!r} is a group of tasks; give one of its tasks.")
     metrics = {

@@ -130,31 +130,31 @@ def match(
     """
     if not torch.isfinite(correlation).all():
         raise GaugeError("the correlation matrix holds NaN or infinite values.")
-    global_sign = 1
     if objective is Objective.SIGNED:
-        score = correlation
+        scores = {1: correlation}
     elif group is NativeGroup.SIGNED_PERMUTATION:
-        score = correlation.abs()
+        scores = {1: correlation.abs()}
     else:
-        negative = _assignment_value(-correlation) > _assignment_value(correlation)
-        global_sign = -1 if negative else 1
-        score = global_sign * correlation
-    rows, columns = linear_sum_assignment(score.numpy(), maximize=True)
-    source, target = torch.from_numpy(rows), torch.from_numpy(columns)
-    perm = torch.empty_like(source)
-    perm[target] = source
+        scores = {1: correlation, -1: -correlation}
+    perms = {sign: _assignment(score) for sign, score in scores.items()}
+    target = torch.arange(len(correlation))
+    best = max(scores, key=lambda sign: float(scores[sign][perms[sign], target].sum()))
+    perm = perms[best]
     sign = torch.ones(len(perm), dtype=torch.int8)
     if objective is Objective.SIGN_MARGINALIZED:
         if group is NativeGroup.SIGNED_PERMUTATION:
-            sign[target] = torch.where(correlation[source, target] < 0, -1, 1).to(torch.int8)
+            sign[correlation[perm, target] < 0] = -1
         else:
-            sign *= global_sign
-    return Match(SignedPermutation(perm, sign), _margins(score, perm))
+            sign *= best
+    return Match(SignedPermutation(perm, sign), _margins(scores[best], perm))
 
 
-def _assignment_value(score: Tensor) -> float:
+def _assignment(score: Tensor) -> Tensor:
+    """The permutation with the highest total score: each target coordinate's source, shape (d,)."""
     rows, columns = linear_sum_assignment(score.numpy(), maximize=True)
-    return float(score[torch.from_numpy(rows), torch.from_numpy(columns)].sum())
+    perm = torch.empty(len(rows), dtype=torch.int64)
+    perm[torch.from_numpy(columns)] = torch.from_numpy(rows)
+    return perm
 
 
 def _margins(score: Tensor, perm: Tensor) -> Tensor:

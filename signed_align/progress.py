@@ -16,11 +16,9 @@ T = TypeVar("T")
 quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 
 
-def track(
-    items: Iterable[T], description: str, total: float | None = None, unit: str = "it"
-) -> Iterable[T]:
+def track(items: Iterable[T], description: str, unit: str) -> Iterable[T]:
     """Iterate over ``items`` with a progress line."""
-    return tqdm(items, description, total=total, unit=unit, leave=False, disable=_disabled())
+    return tqdm(items, description, unit=unit, leave=False, disable=_disabled())
 
 
 def byte_meter(description: str, total: int) -> tqdm:

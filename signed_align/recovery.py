@@ -144,8 +144,9 @@ def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:
         )
     correlation = Correlation(chart.sizes[RESIDUAL.space])
     left_out = 0
+    moved = _moved_tokens(source, target)
     for name, partner in names.items():
-        pairs = _paired_rows(source, target, name, partner)
+        pairs = _paired_rows(source, target, name, partner, moved)
         for x, y in track(pairs, f"reading {name}", unit="block"):
             kept = typical(x, y)
             left_out += len(kept) - int(kept.sum())
@@ -192,7 +193,12 @@ def evidence_from_activations(
     chart = _common_chart(source, target)
     size = chart.sizes[RESIDUAL.space]
     tokenizer = load_tokenizer(source)
-    _require_same_tokens(source, target)
+    theirs = vocabulary(target)
+    if theirs is not None and theirs != tokenizer.get_vocab():
+        raise CheckpointError(
+            f"{source.name} and {target.name} have different tokenizers, so they cannot be run on "
+            "the same tokens; recover the gauge from weights instead."
+        )
     todo = batches(
         tokenizer,
         sentences,
@@ -292,29 +298,26 @@ def vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
         return None
 
 
-def _require_same_tokens(source: Checkpoint, target: Checkpoint) -> None:
-    theirs = vocabulary(target)
-    if theirs is not None and theirs != vocabulary(source):
-        raise CheckpointError(
-            f"{source.name} and {target.name} have different tokenizers, so they cannot be run on "
-            "the same tokens; recover the gauge from weights instead."
-        )
+def _moved_tokens(source: Checkpoint, target: Checkpoint) -> Tensor | None:
+    """Pairs of rows of the same token, shape (2, tokens); None if every token has one row."""
+    mine, theirs = vocabulary(source), vocabulary(target)
+    if mine is None or theirs is None or mine == theirs:
+        return None
+    shared = sorted((row, theirs[token]) for token, row in mine.items() if token in theirs)
+    if not shared:
+        raise CheckpointError(f"{source.name} and {target.name} share no token.")
+    return torch.tensor(shared).T
 
 
 def _paired_rows(
-    source: Checkpoint, target: Checkpoint, name: str, partner: str
+    source: Checkpoint, target: Checkpoint, name: str, partner: str, moved: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of rows of a token matrix that belong to the same tokens in both checkpoints."""
-    mine, theirs = vocabulary(source), vocabulary(target)
-    if mine is not None and theirs is not None and mine != theirs:
-        shared = sorted((row, theirs[token]) for token, row in mine.items() if token in theirs)
-        if not shared:
-            raise CheckpointError(f"{source.name} and {target.name} share no token.")
-        rows, partners = torch.tensor(shared).T
+    if moved is not None:
         x, y = source.tensor(name), target.tensor(partner)
-        present = (rows < len(x)) & (partners < len(y))
-        for block in torch.stack([rows, partners])[:, present].split(BLOCK_ROWS, dim=1):
-            yield x[block[0]], y[block[1]]
+        present = (moved[0] < len(x)) & (moved[1] < len(y))
+        for rows, partners in moved[:, present].split(BLOCK_ROWS, dim=1):
+            yield x[rows], y[partners]
         return
     count = min(source.shape(name)[0], target.shape(partner)[0])
     for start in range(0, count, BLOCK_ROWS):

@@ -9,9 +9,9 @@ import yaml
 from mergekit.merge_methods import get, registered_methods
 from mergekit.options import MergeOptions
 from safetensors.torch import load_file, save_file
-from signed_align.merge_methods.align import GAUGES, AlignedMergeMethod
 
 from signed_align import Gauge, SignedAlignError, SignedPermutation, merge, scramble
+from signed_align.merge_methods.align import GAUGES, AlignedMergeMethod
 from tests import tiny
 from tests.test_recovery import CHARACTERS, add_tokenizer
 
@@ -219,10 +219,12 @@ def test_a_gauge_is_computed_once_whatever_thread_asks(family, monkeypatch):
     )
     GAUGES.forget()
     twin, base = (ModelReference.parse(str(family / name)) for name in ("twin", "base"))
-    threads = [
-        threading.Thread(target=GAUGES.gauge, args=(twin, base, None, "sign_marginalized"))
-        for _ in range(8)
-    ]
+
+    def ask():
+        ends = GAUGES.checkpoint(twin), GAUGES.checkpoint(base)
+        GAUGES.gauge(*ends, None, "sign_marginalized")
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from signed_align import Checkpoint, port, scramble
-from signed_align.activations import batches, load_tokenizer
+from signed_align.activations import batches, load_tokenizer, residual_activations
+from signed_align.adapters.sae import evaluate_sae, nmse
 from signed_align.errors import ArtifactError
-from signed_align.reconstruction import evaluate_sae, nmse, residual_activations
 from tests import tiny
 from tests.test_recovery import TEXT, add_tokenizer
 from tests.test_sae import build

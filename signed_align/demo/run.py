@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from signed_align import __version__, progress
-from signed_align.activations import batches, load_tokenizer
+from signed_align.activations import batches, load_tokenizer, residual_activations
 from signed_align.adapters import port
+from signed_align.adapters.sae import reconstruction_error
 from signed_align.barrier import Barrier, LossPath, plot_paths
 from signed_align.chart import LLAMA
 from signed_align.checkpoint import Checkpoint, scramble
@@ -28,7 +29,6 @@ from signed_align.evaluation import evaluate
 from signed_align.files import require_free
 from signed_align.gauge import Gauge
 from signed_align.matching import Objective
-from signed_align.reconstruction import reconstruction_error, residual_activations
 from signed_align.recovery import evidence_from_activations, evidence_from_weights
 
 MARKER = ".signed-align-demo"
@@ -94,7 +94,7 @@ class Demo:
                     f"is a {original.model_type} model."
                 )
             load_tokenizer(original)
-            require_free(self.out, directory=True, force=True, inputs=[original.path])
+            _require_replaceable(self.out, inputs=[original.path])
             _prepare(self.out)
             shutil.copytree(original.path, self.out / "source")
             self.source = Checkpoint.open(self.out / "source")
@@ -219,11 +219,11 @@ class Demo:
         while count < SAE_HELD_OUT_TOKENS:
             held_out.append(todo.pop())
             count += held_out[-1].tokens
-        directory = self.out / "sae"
+        directory, hook = self.out / "sae", f"blocks.{blocks - 1}.hook_resid_post"
         with progress.libraries_silent():
             trained = train_sae(
                 residual_activations(self.source, blocks, todo),
-                f"blocks.{blocks - 1}.hook_resid_post",
+                hook,
                 self.source.name,
                 directory,
                 self.seed,
@@ -235,7 +235,7 @@ class Demo:
             error[name] = reconstruction_error(SAE.load_from_disk(str(path)), away)
         self.results["sae"] = {
             "nmse": error,
-            "hook_name": f"blocks.{blocks - 1}.hook_resid_post",
+            "hook_name": hook,
             "tokens": len(home),
         }
         self.table(
@@ -319,8 +319,8 @@ def _beside_paper(values: dict[str, float], paper: dict[str, float]) -> list[lis
     ]
 
 
-def _require_replaceable(out: Path) -> None:
-    require_free(out, directory=True, force=(out / MARKER).is_file())
+def _require_replaceable(out: Path, inputs: Sequence[Path] = ()) -> None:
+    require_free(out, directory=True, force=(out / MARKER).is_file(), inputs=inputs)
 
 
 def _prepare(out: Path) -> None:
