@@ -222,7 +222,7 @@ def apply(
             )
         meter.close()
         others = list(_other_files(checkpoint))
-        if len(shards) > 1:  # the index in use is neither weights nor stale
+        if shards != [checkpoint.path / SINGLE_NAME]:  # the index in use goes with its shards
             shutil.copy2(checkpoint.path / INDEX_NAME, temporary)
             others.remove(checkpoint.path / INDEX_NAME)
         left_out = carry_along(others, checkpoint.path, temporary)

@@ -249,6 +249,17 @@ def test_of_two_sets_of_weights_the_one_that_transformers_loads_is_moved(tmp_pat
     assert tiny.relative_change(before, tiny.logits(tiny.load(tmp_path / "twin"))) <= 1e-5
 
 
+def test_an_index_of_a_single_shard_goes_with_it(tmp_path):
+    source = tiny.save(tiny.build("llama"), tmp_path / "source")
+    shard = "model-00001-of-00001.safetensors"
+    (source / "model.safetensors").rename(source / shard)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(source / shard), shard)}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = tiny.logits(tiny.load(source))
+    scramble(source, tmp_path / "twin", seed=4)
+    assert tiny.relative_change(before, tiny.logits(tiny.load(tmp_path / "twin"))) <= 1e-5
+
+
 def test_a_hub_id_is_taken_from_the_cache(tmp_path, twin, monkeypatch):
     source, _, gauge = twin
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
