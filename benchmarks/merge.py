@@ -22,7 +22,7 @@ def write_recipe(path: Path, method: str, models: list[dict]) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
         root = Path(directory)
