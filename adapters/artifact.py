@@ -14,7 +14,7 @@ from signed_align.chart import RESIDUAL, Chart
 from signed_align.checkpoint import Checkpoint, carry_along, rewrite_safetensors
 from signed_align.errors import ArtifactError, CheckpointError, GaugeError, SignedAlignWarning
 from signed_align.files import atomic_path
-from signed_align.gauge import Gauge
+from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.labels import Axes
 
 
@@ -80,7 +80,7 @@ def move(
     """
     if gauge.source is None:
         raise GaugeError("the gauge does not say which model it starts from, so nothing can move.")
-    chart = Chart.for_model(gauge.source.model_type, gauge.element(RESIDUAL.space).size)
+    chart = _chart_of(gauge.source, gauge)
     chart.require_native(gauge)
     artifact = family.read(path, chart, gauge)
     verified = False if any_source else _is_gauge_source(artifact, gauge)
@@ -107,6 +107,22 @@ def move(
         "source_verified": verified,
         "left_out": left_out,
     }
+
+
+def _chart_of(model: ModelIdentity, gauge: Gauge) -> Chart:
+    """The chart of the gauge's source, from the config that the gauge keeps of it.
+
+    A gauge that keeps none (one made by hand) can say the width of the residual stream, no more.
+    """
+    settings = {
+        name: value
+        for name, value in model.config.items()
+        if name not in ("model_type", "auto_map")
+    }
+    if settings:
+        return Chart.for_model(model.model_type, **settings)
+    width = gauge.element(RESIDUAL.space).size
+    return Chart.for_model(model.model_type, width).residual_alone()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from signed_align.adapters.artifact import Artifact, read_json
-from signed_align.chart import Chart, ModuleLabel
+from signed_align.chart import Chart, ModuleLabel, Template, Templates
 from signed_align.errors import ArtifactError, ChartError
 from signed_align.gauge import Gauge
-from signed_align.labels import Axes, Axis
+from signed_align.labels import Axes
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 
-def _even(axis: Axis | None) -> Axis | None:
+def _even(axis: Template | None) -> Template | None:
     return axis.unsigned if axis else None
 
 
 # What a saved tensor's suffix says of its axes, given the label of the module in front of it.
 # A magnitude is a norm over the inputs, so it is even in the output coordinate.
-FACTORS: Mapping[str, Callable[[ModuleLabel], Axes]] = {
+FACTORS: Mapping[str, Callable[[ModuleLabel], Templates]] = {
     ".lora_A.weight": lambda module: (None, module.input),
     ".lora_B.weight": lambda module: (module.output, None),
     ".lora_B.bias": lambda module: (module.output,),
@@ -109,9 +109,8 @@ def label(chart: Chart, key: str, shape: tuple[int, ...]) -> Axes:
     try:
         for suffix, axes_of in FACTORS.items():
             if name.endswith(suffix):
-                axes = axes_of(chart.module(name.removesuffix(suffix)))
-                chart.require_fit(key, shape, axes)
-                return axes
+                module, numbers = chart.module(name.removesuffix(suffix))
+                return chart.bind(key, axes_of(module), shape, numbers)
         # modules_to_save, biases, and whole layers that PEFT saves beside their factors
         return chart.axes(name.replace(".base_layer.", "."), shape)
     except ChartError as error:

@@ -21,7 +21,7 @@ from signed_align.activations import (
     sentences_of,
 )
 from signed_align.adapters.artifact import Artifact, read_json
-from signed_align.chart import RESIDUAL, Chart, Family, NativeGroup
+from signed_align.chart import RESIDUAL, Chart, Templates
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import ArtifactError, one_line
 from signed_align.gauge import Gauge
@@ -31,8 +31,8 @@ CONFIG_NAME = "cfg.json"
 WEIGHTS_NAME = "sae_weights.safetensors"
 SPARSITY_NAME = "sparsity.safetensors"
 
-PER_FEATURE: Axes = (None,)
-TENSORS: Mapping[str, Axes] = {
+PER_FEATURE: Templates = (None,)
+TENSORS: Mapping[str, Templates] = {
     "W_enc": (RESIDUAL, None),
     "W_dec": (None, RESIDUAL),
     "b_dec": (RESIDUAL,),
@@ -106,8 +106,7 @@ def label(chart: Chart, name: str, shape: tuple[int, ...]) -> Axes:
         raise ArtifactError(
             f"the SAE tensor {name!r} is not understood; known are {', '.join(TENSORS)}."
         )
-    chart.require_fit(name, shape, TENSORS[name])
-    return TENSORS[name]
+    return chart.bind(name, TENSORS[name], shape)
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +126,7 @@ def _require_movable(
     hook = details["hook_name"]
     if not isinstance(hook, str) or not hook:
         raise ArtifactError("the SAE does not say which hook it reads, so its space is not known.")
-    if not (TRANSFORMER_LENS_HOOK.fullmatch(hook) or chart.family.blocks_before(hook)):
+    if not (TRANSFORMER_LENS_HOOK.fullmatch(hook) or chart.blocks_before(hook)):
         raise ArtifactError(
             f"the SAE reads {hook!r}, whose coordinates are not those of the residual stream; "
             "the gauge says nothing about them."
@@ -140,8 +139,7 @@ def _require_movable(
             "the SAE expects whitened activations, and the whitening matrix is not saved with it; "
             "fold it into the weights first (fold_activation_whitening in SAELens)."
         )
-    even_signs = NativeGroup.PERMUTATION_AND_GLOBAL_SIGN
-    if normalisation == "layer_norm" and not even_signs.contains(gauge.element(RESIDUAL.space)):
+    if normalisation == "layer_norm" and not gauge.element(RESIDUAL.space).has_uniform_sign:
         raise ArtifactError(
             "the SAE normalises with layer_norm, which subtracts the mean over coordinates; a "
             "gauge that flips single signs changes that mean, so the SAE cannot follow it."
@@ -201,7 +199,7 @@ def evaluate_sae(
     hook = str(dictionary.cfg.metadata.hook_name)
     activations = residual_activations(
         checkpoint,
-        _blocks_before(hook, checkpoint.chart.family),
+        _blocks_before(hook, checkpoint.chart),
         batches(load_tokenizer(checkpoint), sentences_of(text), max_tokens=max_tokens),
         device=device,
     )
@@ -224,10 +222,10 @@ def reconstruction_error(sae: Any, activations: Tensor) -> float:
     return nmse(activations, sae(activations.to(sae.device)).cpu())
 
 
-def _blocks_before(hook: str, family: Family) -> int:
+def _blocks_before(hook: str, chart: Chart) -> int:
     """How many blocks have run at a hook on the input or output of a block."""
     lens = TRANSFORMER_LENS_HOOK.fullmatch(hook)
-    blocks = family.blocks_before(hook)
+    blocks = chart.blocks_before(hook)
     if lens and lens[2] in ("resid_pre", "resid_post"):
         blocks = int(lens[1]) + (lens[2] == "resid_post")
     if blocks is None:

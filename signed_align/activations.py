@@ -221,7 +221,7 @@ def residual_activations(
     Only those blocks are run. Padding and tokens with massive activations are left out.
     """
     model = load_model(checkpoint, head=False, dtype=torch.float32, device=device)
-    stack = model.get_submodule(checkpoint.chart.family.blocks)
+    stack = model.get_submodule(checkpoint.chart.blocks)
     if not 0 <= blocks <= len(stack):
         raise ArtifactError(f"the model has {len(stack)} blocks, so none after block {blocks}.")
     caught: list[Tensor] = []

@@ -16,7 +16,7 @@ from signed_align.activations import Batch, batches, load_model, load_tokenizer,
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import CheckpointError, SignedAlignError, SignedAlignWarning
 from signed_align.gauge import Gauge
-from signed_align.labels import transport
+from signed_align.labels import transport_all
 from signed_align.progress import track
 
 DEFAULT_POINTS = 11
@@ -118,9 +118,10 @@ class Barrier:
                 "is no straight line between them."
             )
         if gauge is not None:
-            axes = checkpoint.chart.axes
-            for name, tensor in weights.items():
-                weights[name] = transport(tensor, axes(name, tensor.shape), gauge)
+            chart = checkpoint.chart
+            weights = transport_all(
+                weights, chart.axes, gauge, lambda name: chart.origin(name, gauge)
+            )
         return weights
 
     @torch.inference_mode()

@@ -13,11 +13,11 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,11 +25,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from signed_align.chart import Chart
-from signed_align.errors import CheckpointError, SignedAlignError, one_line
+from signed_align.chart import HEAD_SPACES, RESIDUAL, Chart, Space
+from signed_align.errors import (
+    ChartError,
+    CheckpointError,
+    GaugeError,
+    SignedAlignError,
+    one_line,
+)
 from signed_align.files import atomic_path
 from signed_align.gauge import Gauge, ModelIdentity
-from signed_align.labels import Axes, transport
+from signed_align.labels import Axes, Fused, moves, transport
 from signed_align.progress import byte_meter
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -122,13 +128,15 @@ class Checkpoint:
 
     @cached_property
     def chart(self) -> Chart:
-        """The chart of the model; raises ChartError for a model type that has none."""
-        # The config file leaves out what is a default; transformers, which fills it in, takes
-        # long to import.
-        size = self.settings.get("hidden_size")
-        if not isinstance(size, int):
-            size = int(getattr(self.config.get_text_config(), "hidden_size", 0))
-        return Chart.for_model(self.model_type, size)
+        """The proved chart of the model; raises ChartError, with the reason, if it has none."""
+        return Chart.of(self.config)
+
+    @cached_property
+    def spaces(self) -> dict[str, Space]:
+        """The spaces of the model by name, residual first; raises as :attr:`chart` and for weights
+        that the chart does not know.
+        """
+        return self.chart.spaces({name: self.shape(name) for name in self.files})
 
     @cached_property
     def identity(self) -> ModelIdentity:
@@ -144,7 +152,7 @@ class Checkpoint:
             digest.update(f"{name} {view.get_dtype()} {view.get_shape()}\n".encode())
             first = view[:1] if view.get_shape() else self.tensor(name)
             digest.update(_bytes_of(first.contiguous()))
-        return ModelIdentity(self.name, digest.hexdigest(), self.model_type)
+        return ModelIdentity(self.name, digest.hexdigest(), self.model_type, self.settings)
 
     @cached_property
     def _handles(self) -> dict[Path, Any]:
@@ -168,6 +176,9 @@ class Checkpoint:
         for path in sorted(set(self.files.values())):
             for name, _, shape, _ in _entries(path):
                 self.chart.axes(name, shape)
+        unknown = sorted(set(gauge.elements) - set(self.spaces))
+        if unknown:
+            raise GaugeError(f"the gauge moves {unknown[0]!r}, which {self.name} does not have.")
 
 
 def apply(
@@ -218,7 +229,12 @@ def apply(
         meter = byte_meter("moving weights", sum(shard.stat().st_size for shard in shards))
         for shard in shards:
             rewrite_safetensors(
-                shard, temporary / shard.name, checkpoint.chart.axes, gauge, meter.update
+                shard,
+                temporary / shard.name,
+                checkpoint.chart.axes,
+                gauge,
+                meter.update,
+                origin=partial(_origin, checkpoint, gauge),
             )
         meter.close()
         others = list(_other_files(checkpoint))
@@ -237,7 +253,13 @@ def apply(
 
 
 def scramble(
-    model: str | Path, out: str | Path, *, seed: int = 0, signed: bool = True, force: bool = False
+    model: str | Path,
+    out: str | Path,
+    *,
+    seed: int = 0,
+    signed: bool = True,
+    spaces: Sequence[str] = (RESIDUAL.space,),
+    force: bool = False,
 ) -> Gauge:
     """Write a twin of ``model``: the same function in randomly changed coordinates.
 
@@ -250,6 +272,9 @@ def scramble(
     signed : bool
         Draw from the native group: B_d for an RMSNorm model, a permutation with the global sign -1
         for a LayerNorm model. False draws a permutation only.
+    spaces : sequence of str
+        The kinds of spaces to scramble: ``residual``, ``mlp``, ``experts``, ``heads`` (whole heads
+        and the coordinates inside them), or ``all``.
     force : bool
         Replace ``out`` if it exists.
 
@@ -260,14 +285,45 @@ def scramble(
     """
     checkpoint = Checkpoint.open(model)
     gauge = Gauge(
-        elements=checkpoint.chart.random_gauge(seed=seed, signed=signed),
+        elements=checkpoint.chart.random_gauge(
+            checkpoint.spaces,
+            seed=seed,
+            signed=signed,
+            kinds=require_kinds(checkpoint.chart, spaces),
+        ),
         source=checkpoint.identity,
-        provenance={"method": "scramble", "seed": seed, "signed": signed},
+        provenance={"method": "scramble", "seed": seed, "signed": signed, "spaces": list(spaces)},
     )
     twin = apply(gauge, model, out, force=force)
     return replace(
-        gauge, target=ModelIdentity(str(out), twin["fingerprint"], checkpoint.model_type)
+        gauge,
+        target=replace(checkpoint.identity, name=str(out), fingerprint=twin["fingerprint"]),
     )
+
+
+def require_kinds(chart: Chart, spaces: Sequence[str]) -> tuple[str, ...]:
+    """The kinds of spaces that a user's list means; raises ChartError for one the chart lacks."""
+    kinds: dict[str, None] = {}
+    for name in spaces:
+        members = {"all": chart.kinds, "heads": HEAD_SPACES}.get(name, (name,))
+        present = [kind for kind in members if kind in chart.kinds]
+        if not present:
+            raise ChartError(
+                f"no {name!r} space is proved for {chart.model_type} models; proved are "
+                f"{', '.join(chart.kinds)}."
+            )
+        kinds |= dict.fromkeys(present)
+    return tuple(kinds)
+
+
+def _origin(checkpoint: Checkpoint, gauge: Gauge, name: str) -> Tensor | None:
+    """The tensor that is moved to ``name``, where that is not the one of that name."""
+    source = checkpoint.chart.origin(name, gauge)
+    if source == name:
+        return None
+    if source not in checkpoint.files:
+        raise CheckpointError(f"{checkpoint.name} has no weight {source!r}, which {name!r} needs.")
+    return checkpoint.tensor(source)
 
 
 def rewrite_safetensors(
@@ -276,6 +332,8 @@ def rewrite_safetensors(
     label: Callable[[str, tuple[int, ...]], Axes],
     gauge: Gauge,
     advance: Callable[[int], object] = lambda _: None,
+    *,
+    origin: Callable[[str], Tensor | None] = lambda _: None,
 ) -> None:
     """Write a copy of a safetensors file in which every tensor is moved through ``gauge``.
 
@@ -289,6 +347,9 @@ def rewrite_safetensors(
         The gauge to move through.
     advance : callable
         Called with the number of bytes done.
+    origin : callable
+        From a tensor's name to the tensor it is made of, where that is another one: an expert that
+        changes places with it. None for itself.
     """
     labelled = [(entry, label(entry.name, entry.shape)) for entry in _entries(source)]
     with open(source, "rb") as reader, open(destination, "wb") as writer:
@@ -297,11 +358,11 @@ def rewrite_safetensors(
         _reserve(writer, source.stat().st_size)
         os.pwrite(writer.fileno(), header, 0)
         advance(len(header))
-        mover = _TensorMover(reader.fileno(), writer.fileno(), len(header), gauge)
+        mover = _TensorMover(reader.fileno(), writer.fileno(), len(header), gauge, origin)
         with _workers() as pool:
-            moves = [pool.submit(mover.move, entry, axes) for entry, axes in labelled]
+            work = [pool.submit(mover.move, entry, axes) for entry, axes in labelled]
             try:
-                for move in as_completed(moves):
+                for move in as_completed(work):
                     advance(move.result())
             finally:
                 pool.shutdown(cancel_futures=True)
@@ -372,15 +433,22 @@ class _TensorMover:
     Every thread reads into a buffer of its own, which it uses again for each tensor.
     """
 
-    def __init__(self, source: int, destination: int, data_start: int, gauge: Gauge) -> None:
+    def __init__(
+        self,
+        source: int,
+        destination: int,
+        data_start: int,
+        gauge: Gauge,
+        origin: Callable[[str], Tensor | None],
+    ) -> None:
         self._source, self._destination = source, destination
-        self._data_start, self._gauge = data_start, gauge
+        self._data_start, self._gauge, self._origin = data_start, gauge, origin
         self._local = threading.local()
         self._large = threading.Lock()
 
     def move(self, entry: _Entry, axes: Axes) -> int:
         """Move one tensor, in blocks of rows; returns its size in bytes."""
-        whole = bool(axes) and axes[0] is not None and axes[0].space in self._gauge.elements
+        whole = bool(axes) and moves(axes[0], self._gauge)
         try:
             with self._large if whole and entry.nbytes > LARGE_BYTES else nullcontext():
                 return self._move(entry, axes, whole)
@@ -391,6 +459,11 @@ class _TensorMover:
         offset = self._data_start + entry.offset
         if not entry.shape:
             self._write(self._read(entry.dtype, entry.shape, offset), offset)
+            return entry.nbytes
+        other = self._origin(entry.name)
+        if other is not None or (whole and isinstance(axes[0], Fused)):
+            tensor = self._read(entry.dtype, entry.shape, offset) if other is None else other
+            self._write(transport(tensor, axes, self._gauge), offset)
             return entry.nbytes
         count, *rest = entry.shape
         row_bytes = torch.Size(rest).numel() * entry.dtype.itemsize

@@ -28,11 +28,22 @@ _KINDS = {"signed_permutation": SignedPermutation}
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which checkpoint one end of a gauge is: the name it was opened by, and its fingerprint."""
+    """Which checkpoint one end of a gauge is: the name it was opened by, and its fingerprint.
+
+    ``config`` is its config.json, from which the chart is made again where the model is not at
+    hand.
+    """
 
     name: str
     fingerprint: str
     model_type: str
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def summary(self) -> dict[str, str]:
+        """What reports say of it."""
+        return {
+            "name": self.name, "fingerprint": self.fingerprint, "model_type": self.model_type
+        }  # fmt: skip
 
     def __str__(self) -> str:
         return f"{self.name} ({self.fingerprint[:12]})"
@@ -212,8 +223,8 @@ class Gauge:
                 )
         return {
             "spaces": spaces,
-            "source": asdict(self.source) if self.source else None,
-            "target": asdict(self.target) if self.target else None,
+            "source": self.source.summary() if self.source else None,
+            "target": self.target.summary() if self.target else None,
             "provenance": dict(self.provenance),
         }
 
@@ -236,8 +247,10 @@ def _require_valid(
     if not isinstance(provenance, dict):
         raise TypeError("its provenance is not an object")
     for end in (source, target):
-        if end and not all(isinstance(value, str) for value in asdict(end).values()):
+        if end and not all(isinstance(value, str) for value in end.summary().values()):
             raise TypeError("an end's name, fingerprint and model_type must be strings")
+        if end and not isinstance(end.config, dict):
+            raise TypeError("an end's config must be an object")
 
 
 def _require(end: str, recorded: ModelIdentity | None, model: ModelIdentity) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import SignedAlignError
 from signed_align.gauge import Gauge
-from signed_align.labels import Axes
+from signed_align.labels import Axes, Axis, Label
 
 
 def inspect(thing: str) -> tuple[dict[str, Any], list[str]]:
@@ -39,31 +39,34 @@ def _model(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     chart = checkpoint.chart
     labels: dict[str, Axes] = {}
     for name in checkpoint.files:
-        pattern = re.sub(r"\.\d+\.", ".*.", name)
-        labels[pattern] = chart.axes(name, checkpoint.shape(name))
+        pattern = re.sub(r"\.\d+(?=\.)", ".*", name)
+        if pattern not in labels:
+            labels[pattern] = chart.axes(name, checkpoint.shape(name))
     tied = bool(getattr(checkpoint.config.get_text_config(), "tie_word_embeddings", False))
+    spaces = _spaces(checkpoint)
     data = {
         "kind": "model",
         "model_type": chart.model_type,
-        "norm": chart.norm.value,
+        "norm": chart.norm,
         "native_group": chart.native_group.value,
-        "spaces": dict(chart.sizes),
+        "spaces": {kind: entry["size"] for kind, entry in spaces.items()},
+        "space_groups": spaces,
+        "proof": "proved",
         "tied_embeddings": tied,
         "tensors": len(checkpoint.files),
         "fingerprint": checkpoint.identity.fingerprint,
-        "chart": {
-            pattern: [
-                {"space": axis.space, "signed": axis.signed} if axis else None for axis in axes
-            ]
-            for pattern, axes in labels.items()
-        },
+        "chart": {pattern: [_axis_data(axis) for axis in axes] for pattern, axes in labels.items()},
     }
     width = max(map(len, labels))
     return data, [
         f"{checkpoint.name}: a {chart.model_type} model of {len(checkpoint.files)} tensors",
-        f"  norm           {chart.norm.value}",
-        f"  native group   {chart.native_group.value.replace('_', ' ')}",
-        *(f"  {space:14} {size} coordinates" for space, size in chart.sizes.items()),
+        f"  norm           {chart.norm}",
+        f"  native group   {_words(chart.native_group.value)}",
+        "  proof          proved on a miniature of its class",
+        *(
+            f"  {kind:14} {_counted(entry)}, {_words(entry['group'])}"
+            for kind, entry in spaces.items()
+        ),
         f"  embeddings     {'tied' if tied else 'not tied'}",
         f"  fingerprint    {checkpoint.identity.fingerprint[:12]}",
         "  chart (|x|: permuted, keeps its sign)",
@@ -71,10 +74,56 @@ def _model(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     ]
 
 
+def _spaces(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Per kind of space: how many there are, of what size, and how their coordinates may move."""
+    found: dict[str, dict[str, Any]] = {}
+    for space in checkpoint.spaces.values():
+        entry = found.setdefault(
+            space.kind,
+            {
+                "size": space.group.size,
+                "count": 0,
+                "blocks": space.group.blocks,
+                "blocks_move": space.group.blocks_move,
+                "group": space.group.within.value,
+            },
+        )
+        entry["count"] += 1
+    return found
+
+
+def _counted(entry: dict[str, Any]) -> str:
+    spaces = f"{entry['count']} spaces of " if entry["count"] > 1 else ""
+    blocks = f" in {entry['blocks']} blocks" if entry["blocks"] > 1 else ""
+    moving = " that move" if entry["blocks_move"] else ""
+    return f"{spaces}{entry['size']} coordinates{blocks}{moving}"
+
+
+def _words(value: str) -> str:
+    return value.replace("_", " ")
+
+
+def _axis_data(label: Label | None) -> dict[str, Any] | None:
+    if label is None:
+        return None
+    if isinstance(label, Axis):
+        return {"space": _kind(label.space), "signed": label.signed}
+    return {"spaces": [_kind(space) for space in label.spaces], "blocks": len(label.sections)}
+
+
+def _kind(space: str) -> str:
+    return space.partition(":")[0]
+
+
 def _axes_text(axes: Axes) -> str:
-    words = [
-        "·" if axis is None else axis.space if axis.signed else f"|{axis.space}|" for axis in axes
-    ]
+    words = []
+    for axis in axes:
+        if axis is None:
+            words.append("·")
+        elif isinstance(axis, Axis):
+            words.append(_kind(axis.space) if axis.signed else f"|{_kind(axis.space)}|")
+        else:
+            words.append("×".join(map(_kind, axis.spaces)))
     return f"({', '.join(words)})"
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from torch import Tensor
 
 from signed_align.errors import GaugeError
+from signed_align.signed_permutation import SignedPermutation
 
 if TYPE_CHECKING:
     from signed_align.gauge import Gauge
@@ -31,13 +34,174 @@ class Axis:
         """The same axis for an even quantity."""
         return Axis(self.space, signed=False)
 
+    @property
+    def spaces(self) -> tuple[str, ...]:
+        """The spaces the axis indexes."""
+        return (self.space,)
 
-Axes: TypeAlias = tuple[Axis | None, ...]
+
+@dataclass(frozen=True)
+class Section:
+    """One run of a fused axis: sizes of its factors, and which of them index which space.
+
+    The factors of the :class:`Fused` axis come first in the numbering, then those of ``shape``.
+
+    Examples
+    --------
+    The rows of a query projection, with 2 key-value heads, 3 query heads for each, 16 coordinates:
+
+    >>> Section((2, 3, 16), ((Axis("heads", signed=False), (0, 1)), (Axis("keys"), (0, 2))))
+    ... # doctest: +SKIP
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[tuple[Axis, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Fused:
+    """An axis whose entries are indexed by several spaces at once, or which holds several blocks.
+
+    Read in row-major order the axis runs over the factors ``outer``, and inside over the
+    ``sections`` one after the other: queries, keys and values in one projection, gate and up in
+    one matrix, heads and their coordinates in the columns of an output projection.
+
+    Parameters
+    ----------
+    outer : tuple of int
+        Sizes of the factors that are shared by all sections.
+    sections : tuple of Section
+        What lies at each outer index, in order.
+    span : int
+        How many axes of the tensor, flattened, make up this one. The label then stands at each
+        of them: the first two axes of experts that are stored as one tensor.
+    only : int, optional
+        The axis is just the part at this index of the first outer factor: one expert's weight,
+        stored by itself.
+    """
+
+    outer: tuple[int, ...]
+    sections: tuple[Section, ...]
+    span: int = 1
+    only: int | None = None
+
+    @property
+    def unsigned(self) -> Fused:
+        """The same axis for an even quantity."""
+        sections = tuple(
+            Section(section.shape, tuple((axis.unsigned, which) for axis, which in section.axes))
+            for section in self.sections
+        )
+        return Fused(self.outer, sections, self.span, self.only)
+
+    @property
+    def size(self) -> int:
+        """The number of entries of the (flattened) axis."""
+        stride = sum(math.prod(section.shape) for section in self.sections)
+        return stride * math.prod(self.outer[1:] if self.only is not None else self.outer)
+
+    @property
+    def spaces(self) -> tuple[str, ...]:
+        """The spaces the axis indexes, each once."""
+        return tuple(
+            dict.fromkeys(axis.space for section in self.sections for axis, _ in section.axes)
+        )
+
+    def element(self, elements: Mapping[str, SignedPermutation]) -> SignedPermutation:
+        """What the elements of the single spaces do to this axis.
+
+        Raises
+        ------
+        GaugeError
+            If they contradict each other: coordinates that leave their head, say.
+        """
+        stride = sum(math.prod(section.shape) for section in self.sections)
+        position = torch.empty(self.size, dtype=torch.int64)
+        sign = torch.ones_like(position, dtype=torch.int8)
+        first = 0 if self.only is None else self.only * self.size
+        offset = 0
+        for section in self.sections:
+            source, target, flips = self._moved(section, elements)
+
+            def place(
+                index: Sequence[Tensor],
+                offset: int = offset,
+                shape: tuple[int, ...] = section.shape,
+            ) -> Tensor:
+                inside = _ravel(index[len(self.outer) :], shape)
+                return _ravel(index[: len(self.outer)], self.outer) * stride + offset + inside
+
+            here = place(target) - first
+            position[here] = place(source)
+            sign[here] = flips
+            offset += math.prod(section.shape)
+        return SignedPermutation(position % len(position), sign)
+
+    def _moved(
+        self, section: Section, elements: Mapping[str, SignedPermutation]
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Indices of a section's entries in the source and in the target, and their signs."""
+        factors = (*self.outer, *section.shape)
+        entries = torch.arange(math.prod(factors))
+        if self.only is not None:
+            entries = entries.reshape(self.outer[0], -1)[self.only]
+        target = _unravel(entries, factors)
+        source: list[Tensor | None] = [None] * len(factors)
+        flips = torch.ones_like(entries, dtype=torch.int8)
+        for axis, which in section.axes:
+            sizes = [factors[k] for k in which]
+            index = _ravel([target[k] for k in which], sizes)
+            element = elements.get(axis.space)
+            if element is not None:
+                if element.size != math.prod(sizes):
+                    raise GaugeError(
+                        f"the gauge has {element.size} coordinates in the space {axis.space!r}, "
+                        f"the tensor {math.prod(sizes)}."
+                    )
+                if axis.signed:
+                    flips *= element.sign[index]
+                index = element.perm[index]
+            for k, value in zip(which, _unravel(index, sizes), strict=True):
+                known = source[k]
+                if known is not None and not torch.equal(known, value):
+                    raise GaugeError(
+                        f"the gauge contradicts itself: {' and '.join(self.spaces)} do not "
+                        "move the same heads or experts."
+                    )
+                source[k] = value
+        origin = [
+            mine if mine is not None else own for mine, own in zip(source, target, strict=True)
+        ]
+        return origin, target, flips
+
+
+def _unravel(index: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    found = []
+    for size in reversed(sizes):
+        found.append(index % size)
+        index = index // size
+    return found[::-1]
+
+
+def _ravel(index: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    flat = torch.zeros((), dtype=torch.int64)
+    for value, size in zip(index, sizes, strict=True):
+        flat = flat * size + value
+    return flat
+
+
+Label: TypeAlias = Axis | Fused
+Axes: TypeAlias = tuple[Label | None, ...]
 """One label per tensor axis; None marks an axis that no gauge moves."""
 
 
+def moves(label: Label | None, gauge: Gauge) -> bool:
+    """Whether ``gauge`` has an element for a space that the axis indexes."""
+    return label is not None and any(space in gauge.elements for space in label.spaces)
+
+
 def transport(
-    tensor: Tensor, axes: Sequence[Axis | None], gauge: Gauge, rows: slice = slice(None)
+    tensor: Tensor, axes: Sequence[Label | None], gauge: Gauge, rows: slice = slice(None)
 ) -> Tensor:
     """Move ``tensor`` from the source's to the target's coordinates.
 
@@ -45,7 +209,7 @@ def transport(
     ----------
     tensor : Tensor
         Any dtype and device.
-    axes : sequence of Axis or None
+    axes : sequence of Axis, Fused or None
         One label per axis of ``tensor``.
     gauge : Gauge
         A space that the gauge does not mention is left as it is.
@@ -67,11 +231,52 @@ def transport(
         raise GaugeError(
             f"{len(axes)} axis labels were given for a tensor of shape {tuple(tensor.shape)}."
         )
-    for position, axis in enumerate(axes):
-        part = slice(None) if position else rows
-        if axis is not None and axis.space in gauge.elements:
-            element = gauge.elements[axis.space]
-            tensor = element.apply(tensor, position, signed=axis.signed, part=part)
-        elif position == 0:
-            tensor = tensor[part]
-    return tensor
+    sliced = rows == slice(None) or not tensor.ndim
+    for position, label in enumerate(axes):
+        if label is None or not moves(label, gauge):
+            continue
+        if isinstance(label, Axis):
+            part = slice(None) if position else rows
+            element = gauge.elements[label.space]
+            tensor = element.apply(tensor, position, signed=label.signed, part=part)
+            sliced = sliced or not position
+            continue
+        covered = [place for place, other in enumerate(axes) if other == label][: label.span]
+        if position != covered[0]:
+            continue
+        element = label.element(gauge.elements)
+        if label.span == 1:
+            tensor = element.apply(tensor, position, part=slice(None) if position else rows)
+            sliced = sliced or not position
+            continue
+        places = tuple(range(label.span))
+        front = tensor.movedim(tuple(covered), places)
+        flat = front.reshape(-1, *front.shape[label.span :])
+        moved = element.apply(flat, 0).reshape(front.shape)
+        tensor = moved.movedim(places, tuple(covered))
+    return tensor if sliced else tensor[rows]
+
+
+def transport_all(
+    tensors: Mapping[str, Tensor],
+    axes: Callable[[str, tuple[int, ...]], Axes],
+    gauge: Gauge,
+    origin: Callable[[str], str] = lambda name: name,
+) -> dict[str, Tensor]:
+    """Move tensors by name, as :func:`transport` moves one.
+
+    Parameters
+    ----------
+    tensors : mapping of str to Tensor
+        A state dict, or some of it.
+    axes : callable
+        From a name and a shape to axis labels; raises for a name it does not know.
+    gauge : Gauge
+        As in :func:`transport`.
+    origin : callable
+        From a name to that of the tensor it is made of: another expert's, if experts move.
+    """
+    return {
+        name: transport(tensors[origin(name)], axes(name, tuple(tensor.shape)), gauge)
+        for name, tensor in tensors.items()
+    }

@@ -14,8 +14,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from signed_align.chart import NativeGroup
 from signed_align.errors import GaugeError
+from signed_align.groups import Within
 from signed_align.signed_permutation import SignedPermutation
 
 
@@ -104,7 +104,7 @@ class Match:
 def match(
     correlation: Tensor,
     objective: Objective = Objective.SIGN_MARGINALIZED,
-    group: NativeGroup = NativeGroup.SIGNED_PERMUTATION,
+    group: Within = Within.SIGNED_PERMUTATION,
 ) -> Match:
     """Find the group element that a correlation matrix speaks for.
 
@@ -114,7 +114,7 @@ def match(
         Source coordinates by target coordinates, entries in [-1, 1].
     objective : Objective
         What to maximise.
-    group : NativeGroup
+    group : Within
         The group to stay in. Where only a global sign is free, the sign-marginalised objective is
         the better of the assignments on C and on -C.
 
@@ -132,17 +132,19 @@ def match(
         raise GaugeError("the correlation matrix holds NaN or infinite values.")
     if objective is Objective.SIGNED:
         scores = {1: correlation}
-    elif group is NativeGroup.SIGNED_PERMUTATION:
+    elif group is Within.SIGNED_PERMUTATION:
         scores = {1: correlation.abs()}
-    else:
+    elif group is Within.PERMUTATION_AND_GLOBAL_SIGN:
         scores = {1: correlation, -1: -correlation}
+    else:
+        scores = {1: correlation}
     perms = {sign: _assignment(score) for sign, score in scores.items()}
     target = torch.arange(len(correlation))
     best = max(scores, key=lambda sign: float(scores[sign][perms[sign], target].sum()))
     perm = perms[best]
     sign = torch.ones(len(perm), dtype=torch.int8)
     if objective is Objective.SIGN_MARGINALIZED:
-        if group is NativeGroup.SIGNED_PERMUTATION:
+        if group is Within.SIGNED_PERMUTATION:
             sign[correlation[perm, target] < 0] = -1
         else:
             sign *= best

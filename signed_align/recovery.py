@@ -19,7 +19,7 @@ from signed_align.activations import (
     sentences_of,
     typical,
 )
-from signed_align.chart import RESIDUAL, Chart
+from signed_align.chart import RESIDUAL, Chart, without_prefixes
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
 from signed_align.gauge import Gauge, ModelIdentity
@@ -131,18 +131,17 @@ def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:
     """
     chart = _common_chart(source, target)
     # the bare model class leaves out the prefix that the causal-LM class puts in front
-    prefix = chart.family.prefix
-    theirs = {name.removeprefix(prefix): name for name in chart.token_matrices(target.files)}
+    theirs = {_bare(chart, name): name for name in chart.token_matrices(target.files)}
     names = {
-        name: theirs[name.removeprefix(prefix)]
+        name: theirs[_bare(chart, name)]
         for name in chart.token_matrices(source.files)
-        if name.removeprefix(prefix) in theirs
+        if _bare(chart, name) in theirs
     }
     if not names:
         raise CheckpointError(
             f"{source.name} and {target.name} share no embedding or unembedding matrix."
         )
-    correlation = Correlation(chart.sizes[RESIDUAL.space])
+    correlation = Correlation(chart.width)
     left_out = 0
     moved = _moved_tokens(source, target)
     for name, partner in names.items():
@@ -191,7 +190,7 @@ def evidence_from_activations(
         state (attention sinks, separators) are left out and counted.
     """
     chart = _common_chart(source, target)
-    size = chart.sizes[RESIDUAL.space]
+    size = chart.width
     tokenizer = load_tokenizer(source)
     theirs = vocabulary(target)
     if theirs is not None and theirs != tokenizer.get_vocab():
@@ -265,17 +264,21 @@ def _evidence(
 
 def _common_chart(source: Checkpoint, target: Checkpoint) -> Chart:
     chart, other = source.chart, target.chart
-    if chart.family is not other.family or chart.norm is not other.norm:
+    if chart.modules != other.modules or chart.sites != other.sites:
         raise CheckpointError(
             f"{source.name} is a {chart.model_type} model and {target.name} a "
             f"{other.model_type} model; a gauge leads between models of one architecture."
         )
-    if chart.sizes != other.sizes:
+    if chart.width != other.width:
         raise CheckpointError(
-            f"{source.name} has {chart.sizes[RESIDUAL.space]} residual coordinates and "
-            f"{target.name} {other.sizes[RESIDUAL.space]}; no gauge leads between them."
+            f"{source.name} has {chart.width} residual coordinates and "
+            f"{target.name} {other.width}; no gauge leads between them."
         )
     return chart
+
+
+def _bare(chart: Chart, name: str) -> str:
+    return without_prefixes(name, chart.prefixes)
 
 
 def _resolve_layers(chosen: Sequence[int] | None, states: int) -> list[int]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from signed_align import Objective, SignedPermutation
-from signed_align.chart import NativeGroup
+from signed_align.groups import Within
 from signed_align.errors import GaugeError
 from signed_align.matching import Correlation, match
 
@@ -60,7 +60,7 @@ def test_where_only_a_global_sign_is_free_only_that_is_found(sign):
     perm = SignedPermutation.random(SIZE, seed=1).perm
     truth = SignedPermutation(perm, torch.full((SIZE,), sign))
     x = samples()
-    group = NativeGroup.PERMUTATION_AND_GLOBAL_SIGN
+    group = Within.PERMUTATION_AND_GLOBAL_SIGN
     correlation = correlate(x, truth.apply(x, 1))
     assert match(correlation, group=group).element == truth
     # single flipped signs in the data do not lead out of the group

@@ -32,7 +32,7 @@ def test_activations_are_those_of_the_whole_model(pair, blocks):
     todo = batches(load_tokenizer(checkpoint), ["abcdefgh", "xyz"], max_tokens=100)
     found = residual_activations(checkpoint, blocks, todo)
     model, caught = tiny.load(pair[0]), []
-    block = model.get_submodule(checkpoint.chart.family.prefix + checkpoint.chart.family.blocks)
+    block = model.base_model.get_submodule(checkpoint.chart.blocks)
     if blocks == 0:
         block[0].register_forward_pre_hook(lambda _module, inputs: caught.append(inputs[0]))
     else:
@@ -48,8 +48,8 @@ def test_activations_are_those_of_the_whole_model(pair, blocks):
 @pytest.mark.parametrize("hook", ["blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "hf"])
 def test_the_error_follows_the_gauge(pair, tmp_path, hook):
     source, twin, gauge = pair
-    family = Checkpoint.open(source).chart.family
-    build("topk", tmp_path / "sae", f"{family.prefix}{family.blocks}.0" if hook == "hf" else hook)
+    blocks = Checkpoint.open(source).chart.blocks
+    build("topk", tmp_path / "sae", f"{blocks}.0" if hook == "hf" else hook)
     port(tmp_path / "sae", gauge, tmp_path / "ported", any_source=True)
     home = evaluate_sae(source, tmp_path / "sae", text=TEXT)
     away = evaluate_sae(twin, tmp_path / "ported", text=TEXT)

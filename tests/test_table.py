@@ -16,8 +16,9 @@ TYPES = ["llama", "gemma3_text", "phi3", "gpt2"]
 def twins(model_type):
     """A model, the same model moved, and the gauge between them."""
     source, target = tiny.build(model_type), tiny.build(model_type)
-    chart = Chart.for_model(model_type, tiny.WIDTH)
-    gauge = Gauge(chart.random_gauge(seed=8))
+    chart = Chart.of(source.config)
+    shapes = {name: tensor.shape for name, tensor in source.state_dict().items()}
+    gauge = Gauge(chart.random_gauge(chart.spaces(shapes), seed=8))
     target.load_state_dict(
         {
             name: transport(tensor, chart.axes(name, tensor.shape), gauge)

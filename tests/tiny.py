@@ -5,8 +5,6 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from signed_align.chart import MODEL_TYPES
-
 WIDTH = 48
 VOCABULARY = 120
 
@@ -33,9 +31,21 @@ EXTRA = {
     "granite": {"attention_bias": True, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
     "gpt_neox": {"rotary_pct": 0.5},
 }
-ALL_TYPES = sorted(MODEL_TYPES)
-RMS_TYPES = [name for name in ALL_TYPES if name not in ("gpt2", "gpt_neox")]
+RMS_TYPES = [
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+]
 LAYER_NORM_TYPES = ["gpt2", "gpt_neox"]
+ALL_TYPES = RMS_TYPES + LAYER_NORM_TYPES
 
 
 def build(model_type: str, seed: int = 0, **overrides):

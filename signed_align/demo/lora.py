@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from signed_align.activations import load_model, load_tokenizer
+from signed_align.chart import Chart
 from signed_align.checkpoint import Checkpoint
 from signed_align.demo.assets import RatedText
 from signed_align.errors import SignedAlignError
@@ -29,6 +30,16 @@ HELD_OUT = 200
 STEPS = 32
 BATCH = 16
 LEARNING_RATE = 2e-3
+
+
+TARGETS = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+"""The linear layers that the adapter is put on."""
+
+
+def is_llama_like(chart: Chart) -> bool:
+    """Whether a model has the modules that :data:`TARGETS` names."""
+    leaves = {pattern.rpartition(".")[2] for pattern in chart.modules}
+    return leaves >= set(TARGETS)
 
 
 @dataclass(frozen=True)
@@ -102,7 +113,7 @@ def train_lora(checkpoint: Checkpoint, task: Task, out: Path, seed: int) -> dict
         LoraConfig(
             r=8,
             lora_alpha=16,
-            target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+            target_modules=list(TARGETS),
             layers_to_transform=list(range(depth // 2 - 1, depth)),
             task_type="CAUSAL_LM",
         ),

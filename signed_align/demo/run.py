@@ -19,10 +19,9 @@ from signed_align.activations import batches, load_tokenizer, residual_activatio
 from signed_align.adapters import port
 from signed_align.adapters.sae import reconstruction_error
 from signed_align.barrier import Barrier, LossPath, plot_paths
-from signed_align.chart import LLAMA
 from signed_align.checkpoint import Checkpoint, scramble
 from signed_align.demo import assets
-from signed_align.demo.lora import TASK, make_task, train_lora
+from signed_align.demo.lora import TASK, is_llama_like, make_task, train_lora
 from signed_align.demo.sae import train_sae
 from signed_align.errors import CheckpointError
 from signed_align.evaluation import evaluate
@@ -88,7 +87,7 @@ class Demo:
             self.sentences = assets.newspaper_sentences()
             self.reviews = assets.movie_reviews()
             original = Checkpoint.open(model if model is not None else assets.smollm2())
-            if original.chart.family is not LLAMA:
+            if not is_llama_like(original.chart):
                 raise CheckpointError(
                     f"the demo's LoRA targets the modules of llama-like models; {original.name} "
                     f"is a {original.model_type} model."

@@ -1,0 +1,276 @@
+"""Barriers between two small Llamas trained from different seeds on the same text.
+
+Nothing made their coordinates agree, and nothing says that they agree up to a signed permutation.
+What is measured is how much of the barrier an alignment of more and more spaces takes away, found
+by each objective from activations or weights, next to Git Re-Basin's weight matching and mergekit's
+`linear`.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from common import record
+from mergekit.options import MergeOptions
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from signed_align import Checkpoint, Gauge, merge, recover
+from signed_align.barrier import Barrier, LossPath
+from signed_align.demo.assets import newspaper_sentences
+from signed_align.progress import libraries_silent
+
+SPACES = (("residual",), ("residual", "mlp"), ("residual", "mlp", "heads"))
+OBJECTIVES = ("permutation", "sign_marginalized")
+HELD_OUT = 0.1
+CONTEXT = 128
+POINTS = 11
+
+# A token a byte: the vocabulary is the byte alphabet, and nothing is merged.
+ARCHITECTURE = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a model is trained with; two models differ in their seed only."""
+
+    seed: int
+    steps: int
+    batch: int = 32
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    warmup: float = 0.05
+    architecture: dict[str, Any] = field(default_factory=lambda: ARCHITECTURE)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: row for row, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def trained(directory: Path, training: Training, sentences: Sequence[str]) -> dict[str, float]:
+    """Train a model and save it with its tokenizer, unless that was done; what it came to."""
+    note = directory.with_suffix(".json")
+    if note.is_file():
+        found = json.loads(note.read_text())
+        if found["training"] == asdict(training):
+            return found["outcome"]
+    tokenizer = byte_tokenizer()
+    stream = torch.tensor(tokenizer("\n".join(sentences))["input_ids"])
+    start = time.monotonic()
+    model, loss = train(training, stream)
+    outcome = {"train_loss": round(loss, 4), "seconds": round(time.monotonic() - start, 1)}
+    note.unlink(missing_ok=True)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    note.write_text(json.dumps({"training": asdict(training), "outcome": outcome}, indent=2) + "\n")
+    return outcome
+
+
+def train(training: Training, stream: Tensor) -> tuple[LlamaForCausalLM, float]:
+    """A model trained on random windows of ``stream``, and its mean loss over the last steps.
+
+    On one thread, so that the weights do not depend on how many there are.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(training.seed)
+    model = LlamaForCausalLM(LlamaConfig(**training.architecture)).train()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1]},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=training.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=training.weight_decay,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warmup_then_cosine((step + 1) / training.steps, training.warmup)
+    )
+    losses = []
+    for batch in itertools.islice(windows(stream, training), training.steps):
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        if len(losses) % 100 == 0:
+            print(f"seed {training.seed}, step {len(losses)}: {losses[-1]:.3f}", flush=True)
+    torch.set_num_threads(threads)
+    last = losses[-max(1, training.steps // 20) :]
+    return model.eval(), sum(last) / len(last)
+
+
+def windows(stream: Tensor, training: Training) -> Iterator[Tensor]:
+    """Endless batches of windows that start anywhere, of shape (batch, CONTEXT)."""
+    generator = torch.Generator().manual_seed(training.seed)
+    offsets = torch.arange(CONTEXT)
+    while True:
+        starts = torch.randint(len(stream) - CONTEXT, (training.batch, 1), generator=generator)
+        yield stream[starts + offsets]
+
+
+def warmup_then_cosine(progress: float, warmup: float) -> float:
+    """The share of the learning rate when ``progress`` of the steps are done."""
+    if progress < warmup:
+        return progress / warmup
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
+
+
+def git_re_basin(a: Path, b: Path) -> Gauge:
+    """Algorithm 1 of Ainsworth et al., "Git Re-Basin", ICLR 2023, without signs.
+
+    One assignment after the other, in random order of spaces, each given the others, from the
+    identity until none improves. It maximises inner products as they are, not their magnitudes.
+    """
+    return recover(a, b, method="weights", objective="signed", spaces=SPACES[-1])
+
+
+def linear_midpoint(a: Path, b: Path, out: Path) -> Path:
+    """What mergekit's `linear` makes of two models in equal parts."""
+    models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in (a, b)]
+    recipe = out.with_suffix(".yml")
+    recipe.write_text(
+        yaml.safe_dump({"merge_method": "linear", "models": models, "dtype": "float32"})
+    )
+    with libraries_silent():
+        merge(recipe, out, MergeOptions(quiet=True, write_model_card=False), force=True)
+    return out
+
+
+def figures(path: LossPath) -> dict[str, float]:
+    """A path's barrier, and its midpoint's loss above the chord, in nats per token."""
+    middle = len(path.alphas) // 2
+    return {
+        "barrier_nats": round(path.barrier, 4),
+        "midpoint_above_chord_nats": round(path.losses[middle] - path.chord[middle], 4),
+        "midpoint_loss": round(path.losses[middle], 4),
+    }
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    header = ("spaces", "objective", "method", "barrier", "midpoint above chord", "share left")
+    cells = [
+        (
+            " + ".join(row["spaces"]) or "none",
+            row["objective"],
+            row["method"],
+            f"{row['barrier_nats']:.3f}",
+            f"{row['midpoint_above_chord_nats']:.3f}",
+            f"{row['barrier_nats'] / rows[0]['barrier_nats']:.3f}",
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    for line in (header, tuple("-" * width for width in widths), *cells):
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs=2, default=(1, 2), metavar="SEED")
+    parser.add_argument("--steps", type=int, default=900, help="training steps of each model")
+    parser.add_argument("--calibration-tokens", type=int, default=16384)
+    parser.add_argument("--loss-tokens", type=int, default=16384)
+    parser.add_argument("--work", type=Path, default=Path("build/seeds"), help="keeps the models")
+    parser.add_argument("--train-only", action="store_true", help="stop when the models are there")
+    parser.add_argument(
+        "--quick", action="store_true", help="few steps and tokens, nothing recorded: does it run?"
+    )
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.steps, arguments.calibration_tokens, arguments.loss_tokens = 40, 2048, 2048
+    logging.disable_progress_bar()
+
+    sentences = newspaper_sentences()
+    split = round(len(sentences) * (1 - HELD_OUT))
+    calibration, held_out = sentences[:split], sentences[split:]
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    trainings = [Training(seed, arguments.steps) for seed in arguments.seeds]
+    paths = [arguments.work / f"seed-{t.seed}-{t.steps}-steps" for t in trainings]
+    outcomes = [
+        trained(path, training, calibration)
+        for path, training in zip(paths, trainings, strict=True)
+    ]
+    a, b = paths
+    start, end = Checkpoint.open(a), Checkpoint.open(b)
+    barrier = Barrier(start, held_out, max_tokens=arguments.loss_tokens)
+    straight = barrier.path(end, points=POINTS)
+    for outcome, loss in zip(outcomes, (straight.losses[0], straight.losses[-1]), strict=True):
+        print(f"training loss {outcome['train_loss']:.3f}, held-out {loss:.3f} nats per byte")
+    if arguments.train_only:
+        print(f"barrier of the straight path: {straight.barrier:.3f} nats per byte")
+        return
+
+    rows = [{"spaces": [], "objective": "", "method": "straight path", **figures(straight)}]
+
+    def measure(spaces: Sequence[str], objective: str, method: str, gauge: Gauge) -> None:
+        path = barrier.path(end, gauge, points=POINTS)
+        rows.append(
+            {"spaces": list(spaces), "objective": objective, "method": method, **figures(path)}
+        )
+
+    evidence = {
+        "activations": {"text": calibration, "max_tokens": arguments.calibration_tokens},
+        "weights": {},
+    }
+    for spaces, objective, method in itertools.product(SPACES, OBJECTIVES, evidence):
+        gauge = recover(a, b, method=method, objective=objective, spaces=spaces, **evidence[method])
+        measure(spaces, objective, method, gauge)
+    measure(SPACES[-1], "signed", "Git Re-Basin", git_re_basin(a, b))
+
+    merged = Checkpoint.open(linear_midpoint(a, b, arguments.work / "linear"))
+    middle = straight.chord[POINTS // 2]
+    linear = barrier.loss(merged) - middle
+    print_table(rows)
+    print(
+        f"mergekit's linear, half and half: {linear:.4f} above the chord; the straight path's "
+        f"midpoint: {rows[0]['midpoint_above_chord_nats']:.4f}"
+    )
+    if not arguments.quick:
+        record(
+            "seeds",
+            {
+                "training": asdict(trainings[0]) | {"seed": list(arguments.seeds)},
+                "train_loss": [outcome["train_loss"] for outcome in outcomes],
+                "held_out_loss": [round(straight.losses[i], 4) for i in (0, -1)],
+                "training_seconds": [outcome["seconds"] for outcome in outcomes],
+                "calibration_tokens": arguments.calibration_tokens,
+                "loss_tokens": arguments.loss_tokens,
+                "points": POINTS,
+                "paths": rows,
+                "mergekit_linear_midpoint_above_chord_nats": round(linear, 4),
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
