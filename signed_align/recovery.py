@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,13 +20,24 @@ from signed_align.activations import (
     typical,
 )
 from signed_align.chart import RESIDUAL, Chart, without_prefixes
-from signed_align.checkpoint import Checkpoint
+from signed_align.checkpoint import Checkpoint, require_kinds
 from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
 from signed_align.gauge import Gauge, ModelIdentity
-from signed_align.matching import Correlation, Objective, match
+from signed_align.matching import Correlation, Match, Objective, match
 from signed_align.progress import track
+from signed_align.site_matching import match_site
+from signed_align.sites import (
+    SiteTensors,
+    evidence_by_activations,
+    match_by_weights,
+    residual_by_weights,
+    sites_of,
+)
 
 BLOCK_ROWS = 8192
+MAX_ROUNDS = 20
+"""Rounds over all spaces when they are matched by weights in turn."""
+
 TOKENS_PER_COORDINATE = 8
 """Calibration tokens used per residual coordinate, if the text has that many."""
 
@@ -64,12 +75,16 @@ def recover(
     text: str | Path | Sequence[str] | None = None,
     objective: Objective | str = Objective.SIGN_MARGINALIZED,
     layers: Sequence[int] | None = None,
+    spaces: Sequence[str] = (RESIDUAL.space,),
     max_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
 ) -> Gauge:
-    """Recover the gauge that leads from ``source``'s to ``target``'s residual coordinates.
+    """Recover the gauge that leads from ``source``'s to ``target``'s coordinates.
+
+    The residual stream is matched first, then each site (MLP, experts, attention) in the aligned
+    frame. From weights, residual stream and sites are matched in turn until nothing changes.
 
     Parameters
     ----------
@@ -85,6 +100,9 @@ def recover(
         ``sign_marginalized`` (the method), or a baseline: ``signed``, ``permutation``.
     layers : sequence of int, optional
         Hidden states to use (0 is the embedding, negative counts from the end); all by default.
+    spaces : sequence of str
+        The kinds of spaces to recover, ``residual`` among them: ``mlp``, ``experts``, ``heads``
+        (heads and the coordinates inside), ``ssm``, or ``all``.
     max_tokens : int, optional
         Calibration tokens to use at most; 8 per residual coordinate by default.
     dtype, device
@@ -110,17 +128,102 @@ def recover(
             raise GaugeError("text and layers have no part in recovering a gauge from weights.")
         evidence = evidence_from_weights(source_checkpoint, target_checkpoint)
     else:
+        sentences = sentences_of(text)
         (evidence,) = evidence_from_activations(
             source_checkpoint,
             target_checkpoint,
-            sentences_of(text),
+            sentences,
             layer_groups={"all": layers},
             max_tokens=max_tokens,
             dtype=dtype,
             device=device,
             seed=seed,
         ).values()
-    return evidence.gauge(Objective(objective))
+    gauge = evidence.gauge(Objective(objective))
+    kinds = require_kinds(source_checkpoint.chart, spaces)
+    if RESIDUAL.space not in kinds:
+        raise GaugeError("the residual stream is always recovered: name it among the spaces.")
+    if len(kinds) == 1:
+        return gauge
+    sites = sites_of(source_checkpoint, kinds)
+    if method == "weights":
+        return _extended_by_weights(
+            gauge, source_checkpoint, target_checkpoint, sites, Objective(objective)
+        )
+    todo = batches(
+        load_tokenizer(source_checkpoint),
+        sentences,
+        max_tokens=TOKENS_PER_COORDINATE * evidence.chart.width
+        if max_tokens is None
+        else max_tokens,
+        seed=seed,
+    )
+    seen = evidence_by_activations(
+        source_checkpoint, target_checkpoint, sites, todo, dtype=dtype, device=device
+    )
+    partners = _partners(source_checkpoint, target_checkpoint)
+    for path, site in track(sites.items(), "matching sites", unit="site"):
+        matches = (
+            match_site(site.groups, seen[path], Objective(objective))
+            if path in seen
+            else match_by_weights(
+                site, source_checkpoint, target_checkpoint, partners, gauge, Objective(objective)
+            )
+        )
+        gauge = _with(gauge, matches)
+    return gauge
+
+
+def _with(gauge: Gauge, matches: Mapping[str, Match]) -> Gauge:
+    """The gauge with further spaces, or others' elements in their place."""
+    return replace(
+        gauge,
+        elements={**gauge.elements, **{space: m.element for space, m in matches.items()}},
+        margins={**gauge.margins, **{space: m.margin for space, m in matches.items()}},
+    )
+
+
+def _partners(source: Checkpoint, target: Checkpoint) -> dict[str, str]:
+    """The target's name of each of the source's weights: prefixes may differ."""
+    chart = source.chart
+    theirs = {_bare(chart, name): name for name in target.files}
+    partners = {
+        name: theirs[_bare(chart, name)] for name in source.files if _bare(chart, name) in theirs
+    }
+    for name, partner in partners.items():
+        if source.shape(name)[1:] != target.shape(partner)[1:]:
+            raise CheckpointError(
+                f"{name!r} has shape {source.shape(name)} in {source.name} and "
+                f"{target.shape(partner)} in {target.name}; no gauge leads between them."
+            )
+    return partners
+
+
+def _extended_by_weights(
+    gauge: Gauge,
+    source: Checkpoint,
+    target: Checkpoint,
+    sites: Mapping[str, SiteTensors],
+    objective: Objective,
+) -> Gauge:
+    """Match sites and the residual stream in turn until no assignment changes."""
+    partners = _partners(source, target)
+    rounds = 0
+    for rounds in range(1, MAX_ROUNDS + 1):
+        before = dict(gauge.elements)
+        for site in track(list(sites.values()), f"matching sites, round {rounds}", unit="site"):
+            gauge = _with(
+                gauge, match_by_weights(site, source, target, partners, gauge, objective)
+            )
+        found = match(
+            residual_by_weights(source, target, partners, gauge),
+            objective,
+            source.chart.native_group,
+        )
+        gauge = _with(gauge, {RESIDUAL.space: found})
+        if gauge.elements == before:
+            break
+    return replace(gauge, provenance={**gauge.provenance, "rounds": rounds})
 
 
 def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:
