@@ -68,7 +68,23 @@ class Layout:
         return replace(self, parts=tuple(Part(part.factors, everything) for part in self.parts))
 
 
-Template: TypeAlias = Axis | Layout
+@dataclass(frozen=True)
+class Tiled:
+    """An axis that holds the coordinates of one space several times over, copy after copy.
+
+    Hyper-connections keep several residual streams side by side; some blocks read the stream
+    together with the embedding it began as.
+    """
+
+    axis: Axis
+
+    @property
+    def unsigned(self) -> Tiled:
+        """The same axis for an even quantity."""
+        return Tiled(self.axis.unsigned)
+
+
+Template: TypeAlias = Axis | Layout | Tiled
 Templates: TypeAlias = tuple[Template | None, ...]
 
 
@@ -262,6 +278,15 @@ class Chart:
                     return label, match.groups()
         return None
 
+    def _find_parameter(self, name: str) -> tuple[Templates, tuple[str, ...]] | None:
+        for candidate in self.bare(name):
+            path, _, parameter = candidate.rpartition(".")
+            for pattern, _, label in self._module_patterns:
+                match = pattern.fullmatch(path)
+                if match and parameter in label.parameters:
+                    return label.parameters[parameter], match.groups()
+        return None
+
     def _find_stored(self, name: str) -> tuple[StoredTensor, tuple[str, ...]] | None:
         for candidate in self.bare(name):
             for pattern, tensor in self._stored_patterns:
@@ -304,17 +329,14 @@ class Chart:
         stored = self._find_stored(name)
         if stored is not None:
             return self.bind(name, stored[0].axes, shape, stored[1])
-        path, _, parameter = name.rpartition(".")
-        found = self._find_module(path)
+        found = self._find_parameter(name)
         if found is not None:
-            label, numbers = found
-            if any(star(f"{bare}.{parameter}") in self.unproved for bare in self.bare(path)):
+            if any(star(bare) in self.unproved for bare in self.bare(name)):
                 raise ChartError(
                     f"the weight {name!r} had no part in the proof of the chart of "
                     f"{self.model_type} models, so it is not known how to move it."
                 )
-            if parameter in label.parameters:
-                return self.bind(name, label.parameters[parameter], shape, numbers)
+            return self.bind(name, found[0], shape, found[1])
         raise ChartError(
             f"the weight {name!r} is not one that the chart of {self.model_type} models "
             "knows, so it is not known how to move it."
@@ -322,9 +344,7 @@ class Chart:
 
     def is_buffer(self, name: str) -> bool:
         """Whether ``name`` is a constant that a checkpoint may leave out."""
-        path, _, parameter = name.rpartition(".")
-        found = self._find_module(path)
-        if found is not None and parameter in found[0].parameters:
+        if self._find_parameter(name) is not None:
             return False
         return self.pattern(name) in self.buffers or bool(OLD_BUFFERS.fullmatch(name))
 
@@ -343,13 +363,11 @@ class Chart:
 
     def token_matrices(self, names: Iterable[str]) -> list[str]:
         """Those of ``names`` with one residual vector per token: embedding and unembedding."""
-        found = []
-        for name in names:
-            path, _, parameter = name.rpartition(".")
-            module = self._find_module(path)
-            if module and module[0].parameters.get(parameter) == (VOCABULARY, RESIDUAL):
-                found.append(name)
-        return found
+        return [
+            name
+            for name in names
+            if (self._find_parameter(name) or (None,))[0] == (VOCABULARY, RESIDUAL)
+        ]
 
     def blocks_before(self, hook: str) -> int | None:
         """How many blocks have written to the residual stream at a Hugging Face ``hook``.
@@ -377,6 +395,13 @@ class Chart:
             raise self._misfit(name, shape, axes)
         bound: list[Label | None] = []
         for position, axis in enumerate(axes):
+            if isinstance(axis, Tiled):
+                copies, rest = divmod(shape[position], self.width)
+                if rest:
+                    raise self._misfit(name, shape, axes)
+                section = Section((self.width,), ((axis.axis, (0,)),))
+                bound.append(Fused((), (section,) * copies))
+                continue
             if not isinstance(axis, Layout):
                 if axis == RESIDUAL or axis == RESIDUAL.unsigned:
                     if shape[position] != self.width:
@@ -422,6 +447,8 @@ class Chart:
             str(self.width) if isinstance(axis, Axis) and axis.space == RESIDUAL.space
             else "any" if axis is None or isinstance(axis, Axis)
             else f"{axis.site.rpartition('.')[2]} units"
+            if isinstance(axis, Layout)
+            else f"copies of {self.width}"
             for axis in axes
         )  # fmt: skip
         return ChartError(

@@ -9,7 +9,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from signed_align.chart import Chart, Form, Layout, ModuleLabel, Part, Site, StoredTensor
+from signed_align.chart import (
+    Chart,
+    Form,
+    Layout,
+    ModuleLabel,
+    Part,
+    Site,
+    StoredTensor,
+    Tiled,
+)
 from signed_align.dimensions import Dimensions
 from signed_align.files import atomic_path
 from signed_align.groups import Within
@@ -17,7 +26,7 @@ from signed_align.labels import Axis
 
 _CLASSES = {
     cls.__name__: cls
-    for cls in (Axis, Chart, Dimensions, Form, Layout, ModuleLabel, Part, Site, StoredTensor)
+    for cls in (Axis, Chart, Dimensions, Form, Layout, ModuleLabel, Part, Site, StoredTensor, Tiled)
 }
 
 

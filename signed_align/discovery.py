@@ -9,8 +9,9 @@ logits where they were is the answer, and none is assumed that was not tried.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,7 @@ from signed_align.chart import (
     Site,
     Template,
     Templates,
+    Tiled,
     star,
     without_prefixes,
 )
@@ -60,7 +62,12 @@ WRITERS = re.compile(
     r"|proj_down|linear_out)",
     re.IGNORECASE,
 )
-INTERNAL_NORM = re.compile(r"(q|k|v|query|key|value|kv|q_a|kv_a)_?(layer)?_?norm|multihead_norm")
+INTERNAL_NORM = re.compile(
+    r"(q|k|v|query|key|value|kv|q_a|kv_a)_?(layer)?_?norm|multihead_norm|attn_sub_norm"
+)
+STATE_SPACE = re.compile(r"mamba|mixer|ssm|rglru|temporal|conv|lru")
+NOT_RESIDUAL = re.compile(r".*(rel_attn\.r|time_decay|time_first|\b(q|kv)_b_proj\.(weight|bias))")
+"""Weights of a block's own that may be as wide: relative positions, decays, latent projections."""
 ELEMENTWISE = re.compile(r".*(mix|scale|scalar|gain|gamma|lambda|alpha|weight).*")
 
 QUERY = ("q_proj", "query", "q", "q_lin", "wq", "query_proj", "to_q")
@@ -124,6 +131,10 @@ class Bench:
     def to(self, dtype: torch.dtype) -> None:
         """Go on in another floating-point dtype."""
         self.model = self.model.to(dtype)
+        self.inputs = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in self.inputs.items()
+        }
         self.state = dict(self.model.state_dict())
         self.before = self.output()
 
@@ -154,13 +165,35 @@ class Discovery:
             self._try_experts(path, group)
         for path in self._unit_sites():
             self._try_units(path, group)
+        self._drop_sites_that_fail(group)
         return self._chart(group)
 
+    def _drop_sites_that_fail(self, group: Within) -> None:
+        """Leave out sites whose labels, found on one layer, do not hold on all of them."""
+        for site, form in list(self.draft.sites.items()):
+            mine = {
+                name: axes
+                for name, axes in self.draft.axes.items()
+                if any(isinstance(axis, Layout) and axis.site == site for axis in axes)
+            }
+            if not self._holds(mine, {site: form}, tuple(form.spaces), group, seed=7):
+                del self.draft.sites[site]
+                for name, axes in mine.items():
+                    self.draft.axes[name] = tuple(
+                        None if isinstance(axis, Layout) else axis for axis in axes
+                    )
+
     def _chart(self, group: Within) -> Chart:
+        patterns: dict[str, set[Templates]] = {}
+        for name, axes in self.draft.axes.items():
+            patterns.setdefault(star(self._bare(name)), set()).add(axes)
         modules: dict[str, dict[str, Templates]] = {}
         for name, axes in self.draft.axes.items():
-            path, _, parameter = self._bare(name).rpartition(".")
-            modules.setdefault(star(path), {}).setdefault(parameter, axes)
+            bare = self._bare(name)
+            # numbers that tell apart what is labelled differently are no layer numbers
+            pattern = star(bare) if len(patterns[star(bare)]) == 1 else bare
+            path, _, parameter = pattern.rpartition(".")
+            modules.setdefault(path, {})[parameter] = axes
         labels = {}
         for pattern, parameters in modules.items():
             labels[pattern] = self._module_label(pattern, parameters)
@@ -186,7 +219,9 @@ class Discovery:
             axis = weight[0] if weight and len(weight) == 1 else None
             return ModuleLabel(axis, axis, parameters)
         module = next(
-            module for path, module in self.modules.items() if star(self._bare(path)) == pattern
+            module
+            for path, module in self.modules.items()
+            if pattern in (star(self._bare(path)), self._bare(path))
         )
         if isinstance(module, torch.nn.Embedding) or "Conv1D" in type(module).__name__:
             return ModuleLabel(weight[0], weight[1], parameters)
@@ -279,7 +314,7 @@ class Discovery:
         leaf = path.rpartition(".")[2]
         here = [size == self.width for size in tensor.shape]
         none: Templates = (None,) * tensor.ndim
-        if not any(here) or not tensor.is_floating_point():
+        if not any(here) or not tensor.is_floating_point() or NOT_RESIDUAL.fullmatch(name):
             return none
         is_matrix = isinstance(self.modules.get(path), torch.nn.Linear) and tensor.ndim == 2
         if sum(here) == 1 and tensor.numel() == self.width and not is_matrix:
@@ -297,6 +332,8 @@ class Discovery:
         if sum(here) == 2 and tensor.ndim == 2:
             return self._square(path, leaf)
         if sum(here) > 1:
+            if "expert" not in name:
+                return none
             # experts of square matrices: the names of the parameter tell
             reads = "down" not in parameter and "output" not in parameter
             last = tensor.ndim - 1
@@ -314,6 +351,9 @@ class Discovery:
             return (None, RESIDUAL)
         parent = path.rpartition(".")[0].rpartition(".")[2]
         axes: Templates
+        if leaf == "receptance" and parent == "feed_forward":
+            # gates what the block writes, coordinate by coordinate
+            return (RESIDUAL.unsigned, RESIDUAL)
         if WRITERS.fullmatch(leaf) or (leaf == "dense" and parent not in ("transform", "lm_head")):
             axes = (RESIDUAL, None)
         elif READERS.fullmatch(leaf):
@@ -323,13 +363,92 @@ class Discovery:
         return axes[::-1] if transposed else axes
 
     def _residual_group(self) -> Within:
-        everything = self.draft.axes
-        for group in RESIDUAL_GROUPS:
-            if all(self._holds(everything, {}, ("residual",), group, seed=seed) for seed in (1, 2)):
-                return group
-        raise ChartError(
-            "no relabelling of its weights by a permutation of the residual coordinates leaves "
-            f"the function of a miniature unchanged (smallest change "
+        """The group that the labels hold for, after changing those that a size alone suggested."""
+        first = dict(self.draft.axes)
+        doubts = (self._inner_convolutions, self._tiled_axes, self._open_squares)
+        for count in range(len(doubts) + 1):
+            for chosen in itertools.combinations(doubts, count):
+                self.draft.axes = dict(first)
+                if not all([doubt() for doubt in chosen]):
+                    continue
+                for group in RESIDUAL_GROUPS:
+                    if all(
+                        self._holds(self.draft.axes, {}, ("residual",), group, seed=seed)
+                        for seed in (1, 2)
+                    ):
+                        return group
+        self.draft.axes = first
+        raise ChartError(self._obstacle())
+
+    def _inner_convolutions(self) -> bool:
+        """Take the channels of convolutions for a block's own, although they are as many."""
+        return self._relabel(
+            lambda path, axes: (None,) * len(axes)
+            if isinstance(self.modules.get(path), torch.nn.Conv1d)
+            else axes
+        )
+
+    def _tiled_axes(self) -> bool:
+        """Take axes of two, three or four times the width for copies of the residual stream."""
+        changed = False
+        for name, axes in self.draft.axes.items():
+            path = name.rpartition(".")[0]
+            if STATE_SPACE.search(path) or WRITERS.fullmatch(path.rpartition(".")[2]):
+                continue
+            shape = self.bench.state[name].shape
+            even = len(shape) == 1 and "bias" not in name
+            tile = Tiled(RESIDUAL.unsigned if even else RESIDUAL)
+            tiled = tuple(
+                tile if axis is None and size % self.width == 0 and 1 < size // self.width <= 4 else axis
+                for axis, size in zip(axes, shape, strict=True)
+            )
+            reads = len(shape) < 2 or isinstance(tiled[-1], Tiled)
+            if tiled != axes and reads:
+                keep = tiled if len(shape) < 2 else (*axes[:-1], tiled[-1])
+                self.draft.axes[name] = keep
+                changed = True
+        return changed
+
+    def _open_squares(self) -> bool:
+        """Take square matrices without a role for readers of the residual stream."""
+        return self._relabel(
+            lambda path, axes: (None, RESIDUAL) if axes == (RESIDUAL, RESIDUAL) else axes
+        )
+
+    def _relabel(self, change: Callable[[str, Templates], Templates]) -> bool:
+        before = dict(self.draft.axes)
+        self.draft.axes = {
+            name: change(name.rpartition(".")[0], axes) for name, axes in before.items()
+        }
+        return self.draft.axes != before
+
+    def _obstacle(self) -> str:
+        """Why no labels hold, as far as it can be seen."""
+        for path, module in self.modules.items():
+            own = {**module.__dict__, **dict(module.named_buffers(recurse=False))}
+            for name, value in own.items():
+                full = f"{path}.{name}"
+                if (
+                    isinstance(value, Tensor)
+                    and value.ndim > 1
+                    and value.shape[-1] == self.width
+                    and full not in self.bench.state
+                ):
+                    return (
+                        f"it adds a fixed table of positions ({star(self._bare(full))}) to the "
+                        "residual stream, which is none of its weights, so coordinates cannot move"
+                    )
+        for name, tensor in self.bench.state.items():
+            if any(size > self.width and size % self.width == 0 for size in tensor.shape) and re.search(
+                r"hc_|_hc\b|hyper", name
+            ):
+                return (
+                    f"its residual streams run side by side and are mixed ({star(self._bare(name))}), "
+                    "which no label that was tried covers"
+                )
+        return (
+            "no relabelling of its weights by a permutation of the residual coordinates that was "
+            "tried leaves the function of a miniature unchanged (its logits change by "
             f"{self._smallest_change():.1e})"
         )
 
@@ -468,7 +587,7 @@ class Discovery:
     def _attention_labels(self, path: str, site: str) -> Iterator[dict[str, Templates]]:
         """Hypotheses of how an attention module's tensors are laid out, likeliest first."""
         output = self._tensor(path, OUTPUT) or self._tensor(path.rpartition(".")[0], OUTPUT)
-        if output is None:
+        if output is None or RESIDUAL not in self.draft.axes[output]:
             return
         query, key, value = (self._tensor(path, names) for names in (QUERY, KEY, VALUE))
         fused = self._tensor(path, FUSED_QKV)
@@ -748,7 +867,7 @@ class Discovery:
     def _try_units(self, spot: str, group: Within) -> None:
         path, _, size = spot.partition("#")
         site = star(self._bare(path))
-        kind = "ssm" if re.search(r"mamba|mixer|ssm|rglru|temporal|conv|lru", path) else "mlp"
+        kind = "ssm" if STATE_SPACE.search(path) else "mlp"
         if site in self.draft.sites:
             return
         for axes in self._unit_layouts(site, path, [int(size)]):

@@ -72,7 +72,7 @@ _SIZES: tuple[tuple[int, str], ...] = (
     (2, "o_groups"),
     (12, "index_head_dim indexer_head_dim"),
     (3, "index_n_heads indexer_n_heads"),
-    (64, "index_topk"),
+    (8, "index_topk"),
     (
         72,
         "intermediate_size ffn_dim n_inner ffn_hidden_size decoder_ffn_dim encoder_ffn_dim d_ff"
@@ -631,7 +631,7 @@ def miniature_model(
     seed : int
         Seed of the weights.
     auto_class : type
-        The transformers class that builds a model from a config.
+        The transformers class that builds a model from a config: an auto class, or a model class.
     dtype : torch.dtype
         Of the weights.
 
@@ -669,6 +669,14 @@ def miniature_model(
 
 def _build(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
     """A model of the config, or of the part of it that the class takes."""
+    options = {
+        "attn_implementation": "eager", "experts_implementation": "eager", "dtype": dtype
+    }  # fmt: skip
+    if not hasattr(auto_class, "_model_mapping"):
+        text = config.get_text_config(decoder=True)
+        if getattr(text, "pad_token_id", None) is None:
+            text.pad_token_id = 0  # classifiers look for the last token that is none
+        return auto_class._from_config(config, **options)
     if type(config) not in auto_class._model_mapping:
         raise ValueError(f"{auto_class.__name__} of transformers has no such type")
     model_class = auto_class._model_mapping[type(config)]
@@ -678,7 +686,7 @@ def _build(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
         build, part = auto_class.from_config, config
     else:
         build = model_class._from_config
-    return build(part, attn_implementation="eager", experts_implementation="eager", dtype=dtype)
+    return build(part, **options)
 
 
 def _sentence(error: Exception) -> str:

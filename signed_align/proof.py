@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import tempfile
 from collections.abc import Mapping
@@ -78,22 +79,8 @@ def prove(config: Any) -> tuple[Chart, Proof]:
         With the reason: the class cannot be built or run, or no symmetry was found.
     """
     with quiet():
-        small = miniature_config(config)
-        try:
-            model = _eager_experts(miniature_model(small)).double()
-            inputs = _inputs(small)
-            bench = Bench(model, inputs)
-        except ChartError:
-            raise
-        except Exception as error:  # a class that needs float32, or one that does not run at all
-            try:
-                model = _eager_experts(miniature_model(small))
-                bench = Bench(model, _inputs(small))
-            except Exception:
-                raise ChartError(
-                    f"a miniature of {config.model_type} does not run: {one_line(error)}"
-                ) from error
-        chart = Discovery(bench, model.config).chart()
+        bench = _bench(config)
+        chart = Discovery(bench, bench.model.config).chart()
         chart = replace(chart, unproved=_unexercised(bench, chart))
         chart, unread = _with_stored(chart, bench)
         proof = replace(verify(chart, bench), unread=unread)
@@ -132,19 +119,58 @@ def verify(chart: Chart, bench: Bench, seed: int = 11) -> Proof:
     return Proof(chart.kinds, changes, violation, tuple(sorted(chart.unproved)), ())
 
 
-def _eager_experts(model: Any) -> Any:
-    """Have experts computed one by one: the grouped kernels do not know float64."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None:
-            config._experts_implementation = "eager"
-    return model
+def _bench(config: Any) -> Bench:
+    """A miniature to try hypotheses on: in float64, or in float32 where the class needs that."""
+    model = miniature_model(config, auto_class=_class_of(config))
+    inputs = _inputs(model)
+    try:
+        return Bench(model.double(), {name: _double(tensor) for name, tensor in inputs.items()})
+    except Exception:  # the class computes in float32 itself, or overflows
+        return Bench(miniature_model(config, auto_class=_class_of(config)), inputs)
 
 
-def _inputs(config: Any) -> dict[str, Tensor]:
-    """What a miniature reads: random tokens of shape (2, 24)."""
+def _class_of(config: Any) -> Any:
+    """The class a config names; that of causal language models, where it names a bare model."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        cls = getattr(transformers, name, None)
+        if cls is not None and not name.endswith(("Model", "LMHeadModel", "ForCausalLM")):
+            return cls
+    return transformers.AutoModelForCausalLM
+
+
+def _inputs(model: Any) -> dict[str, Tensor]:
+    """What a miniature reads: random tokens of shape (2, 24), and images where it takes them."""
     generator = torch.Generator().manual_seed(5)
-    return {"input_ids": torch.randint(3, VOCABULARY - 3, (2, 24), generator=generator)}
+    tokens = torch.randint(3, VOCABULARY - 3, (2, 24), generator=generator)
+    config = model.config
+    image_token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    vision = getattr(config, "vision_config", None)
+    if vision is None or image_token is None or not hasattr(model, "get_image_features"):
+        return {"input_ids": tokens}
+    size = int(vision.image_size[0] if isinstance(vision.image_size, list) else vision.image_size)
+    images = torch.randn(2, 3, size, size, generator=generator)
+    try:
+        with torch.no_grad():
+            features = model.get_image_features(pixel_values=images)
+        features = getattr(features, "pooler_output", features)
+        rows = sum(len(part) for part in features) if isinstance(features, (list, tuple)) else (
+            features.reshape(-1, features.shape[-1]).shape[0]
+        )  # fmt: skip
+        placeholders = torch.full((2, rows // 2), int(image_token))
+        inputs = {"input_ids": torch.cat([tokens, placeholders, tokens], 1), "pixel_values": images}
+        if "token_type_ids" in inspect.signature(model.forward).parameters:
+            inputs["token_type_ids"] = (inputs["input_ids"] == image_token).long()
+        with torch.no_grad():
+            model(**inputs)
+    except Exception:  # a class that takes its images in a form of its own is run on text alone
+        return {"input_ids": tokens}
+    return inputs
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _labelled(chart: Chart, name: str, tensor: Tensor) -> bool:
@@ -172,7 +198,20 @@ def _unexercised(bench: Bench, chart: Chart) -> frozenset[str]:
     for parameter in parameters.values():
         parameter.requires_grad_(False)
         parameter.grad = None
-    return frozenset(pattern for pattern, used in reached.items() if not used)
+    return frozenset(
+        pattern for pattern, used in reached.items() if not used and not _matters(bench, chart, pattern)
+    )
+
+
+def _matters(bench: Bench, chart: Chart, pattern: str) -> bool:
+    """Whether changing a weight changes the function: one that only ranks experts has no gradient."""
+    noise = torch.Generator().manual_seed(3)
+    changed = {
+        name: tensor + torch.randn(tensor.shape, generator=noise).to(tensor.dtype)
+        for name, tensor in bench.state.items()
+        if chart.pattern(name) == pattern and tensor.is_floating_point()
+    }
+    return bench.change(changed) > TOLERANCE
 
 
 def _with_stored(chart: Chart, bench: Bench) -> tuple[Chart, tuple[str, ...]]:
@@ -227,7 +266,7 @@ def proved_chart(config: Any) -> Chart:
         small = miniature_config(config)
     except ChartError as error:
         raise ChartError(f"{config.model_type} models have no chart: {error}") from error
-    key = _key(small)
+    key = _key(config, small)
     chart = _CHARTS.get(key) or chart_cache.load(key)
     if chart is None:
         try:
@@ -242,13 +281,13 @@ def proved_chart(config: Any) -> Chart:
 _CHARTS: dict[str, Chart] = {}
 
 
-def _key(small: Any) -> str:
+def _key(config: Any, small: Any) -> str:
     """Config class, what the miniature keeps of the config, and every version that matters."""
     import transformers
 
     settings = json.dumps(small.to_dict(), sort_keys=True, default=str)
     cls = f"{type(small).__module__}.{type(small).__qualname__}"
-    told = [cls, settings, transformers.__version__, torch.__version__, _sources()]
+    told = [cls, _class_of(config).__name__, settings, transformers.__version__, torch.__version__, _sources()]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 

@@ -240,9 +240,10 @@ def test_coordinates_may_lie_apart_on_an_axis():
 
 
 def test_values_are_found_from_output_columns_alone():
-    site = attention(2, 3, planes=HALF)
-    q, k, _, o = separate(2, 3)
-    assert_exact(Twins.draw(site, [q, k, o], 1))
+    """Without a row of V or Q that could pair the query heads first."""
+    site = attention(4, 4, values=24, planes=HALF)
+    _, k, _, o = separate(4, 4, values=24)
+    assert_exact(Twins.draw(site, [k, o], 1))
 
 
 # ---- experts ---------------------------------------------------------------------------------
@@ -418,7 +419,7 @@ def test_no_change_of_a_single_space_betters_an_alternation():
     rotary = Fused((2, 2), (Section((3,), ((HEADS, (0, 1)),)),))
     labels = [*separate(2, 2, 2, 2), rotary]
     every = whole_group(groups)
-    grams = noise(labels, cases=20)
+    grams = noise(labels, cases=6)
     scores = totals(labels, grams, every)
     for case, score in enumerate(scores):
         evidence = [(label, gram[case]) for label, gram in zip(labels, grams, strict=True)]
