@@ -10,7 +10,6 @@ import argparse
 import itertools
 import json
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -73,23 +72,21 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def trained(directory: Path, training: Training, sentences: Sequence[str]) -> dict[str, float]:
-    """Train a model and save it with its tokenizer, unless that was done; what it came to."""
+def trained(directory: Path, training: Training, sentences: Sequence[str]) -> float:
+    """Train a model and save it with its tokenizer, unless that was done; its last loss."""
     note = directory.with_suffix(".json")
     if note.is_file():
         found = json.loads(note.read_text())
         if found["training"] == asdict(training):
-            return found["outcome"]
+            return found["train_loss"]
     tokenizer = byte_tokenizer()
     stream = torch.tensor(tokenizer("\n".join(sentences))["input_ids"])
-    start = time.monotonic()
     model, loss = train(training, stream)
-    outcome = {"train_loss": round(loss, 4), "seconds": round(time.monotonic() - start, 1)}
     note.unlink(missing_ok=True)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    note.write_text(json.dumps({"training": asdict(training), "outcome": outcome}, indent=2) + "\n")
-    return outcome
+    note.write_text(json.dumps({"training": asdict(training), "train_loss": loss}, indent=2) + "\n")
+    return loss
 
 
 def train(training: Training, stream: Tensor) -> tuple[LlamaForCausalLM, float]:
@@ -209,6 +206,7 @@ def main() -> None:
     if arguments.quick:
         arguments.steps, arguments.calibration_tokens, arguments.loss_tokens = 40, 2048, 2048
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
     sentences = newspaper_sentences()
     split = round(len(sentences) * (1 - HELD_OUT))
@@ -216,7 +214,7 @@ def main() -> None:
     arguments.work.mkdir(parents=True, exist_ok=True)
     trainings = [Training(seed, arguments.steps) for seed in arguments.seeds]
     paths = [arguments.work / f"seed-{t.seed}-{t.steps}-steps" for t in trainings]
-    outcomes = [
+    train_losses = [
         trained(path, training, calibration)
         for path, training in zip(paths, trainings, strict=True)
     ]
@@ -224,8 +222,9 @@ def main() -> None:
     start, end = Checkpoint.open(a), Checkpoint.open(b)
     barrier = Barrier(start, held_out, max_tokens=arguments.loss_tokens)
     straight = barrier.path(end, points=POINTS)
-    for outcome, loss in zip(outcomes, (straight.losses[0], straight.losses[-1]), strict=True):
-        print(f"training loss {outcome['train_loss']:.3f}, held-out {loss:.3f} nats per byte")
+    held_out_losses = [straight.losses[0], straight.losses[-1]]
+    for train_loss, loss in zip(train_losses, held_out_losses, strict=True):
+        print(f"training loss {train_loss:.3f}, held-out {loss:.3f} nats per byte")
     if arguments.train_only:
         print(f"barrier of the straight path: {straight.barrier:.3f} nats per byte")
         return
@@ -260,9 +259,8 @@ def main() -> None:
             "seeds",
             {
                 "training": asdict(trainings[0]) | {"seed": list(arguments.seeds)},
-                "train_loss": [outcome["train_loss"] for outcome in outcomes],
-                "held_out_loss": [round(straight.losses[i], 4) for i in (0, -1)],
-                "training_seconds": [outcome["seconds"] for outcome in outcomes],
+                "train_loss": [round(loss, 4) for loss in train_losses],
+                "held_out_loss": [round(loss, 4) for loss in held_out_losses],
                 "calibration_tokens": arguments.calibration_tokens,
                 "loss_tokens": arguments.loss_tokens,
                 "points": POINTS,

@@ -65,6 +65,7 @@ WRITERS = re.compile(
 INTERNAL_NORM = re.compile(
     r"(q|k|v|query|key|value|kv|q_a|kv_a)_?(layer)?_?norm|multihead_norm|attn_sub_norm"
 )
+PROJECTOR = re.compile(r"projector|connector|merger|embed_vision|visual_projection")
 STATE_SPACE = re.compile(r"mamba|mixer|ssm|rglru|temporal|conv|lru")
 NOT_RESIDUAL = re.compile(r".*(rel_attn\.r|time_decay|time_first|\b(q|kv)_b_proj\.(weight|bias))")
 """Weights of a block's own that may be as wide: relative positions, decays, latent projections."""
@@ -365,18 +366,25 @@ class Discovery:
     def _residual_group(self) -> Within:
         """The group that the labels hold for, after changing those that a size alone suggested."""
         first = dict(self.draft.axes)
-        doubts = (self._inner_convolutions, self._tiled_axes, self._open_squares)
+        doubts = (
+            self._inner_convolutions,
+            self._tiled_axes,
+            self._hidden_projections,
+            self._open_squares,
+        )
+        readings = []
         for count in range(len(doubts) + 1):
             for chosen in itertools.combinations(doubts, count):
                 self.draft.axes = dict(first)
-                if not all([doubt() for doubt in chosen]):
-                    continue
-                for group in RESIDUAL_GROUPS:
-                    if all(
-                        self._holds(self.draft.axes, {}, ("residual",), group, seed=seed)
-                        for seed in (1, 2)
-                    ):
-                        return group
+                if all([doubt() for doubt in chosen]):
+                    readings.append(self.draft.axes)
+        for group in RESIDUAL_GROUPS:
+            for axes in readings:
+                if all(
+                    self._holds(axes, {}, ("residual",), group, seed=seed) for seed in (1, 2)
+                ):
+                    self.draft.axes = axes
+                    return group
         self.draft.axes = first
         raise ChartError(self._obstacle())
 
@@ -408,6 +416,24 @@ class Discovery:
                 self.draft.axes[name] = keep
                 changed = True
         return changed
+
+    def _hidden_projections(self) -> bool:
+        """Take all but the last matrix of a projector for steps on the way to the stream."""
+        last = {
+            path.rpartition(".")[0]: path
+            for path, module in self.modules.items()
+            if PROJECTOR.search(path) and isinstance(module, torch.nn.Linear)
+        }
+
+        def change(path: str, axes: Templates) -> Templates:
+            parent = path.rpartition(".")[0]
+            if parent not in last or not isinstance(self.modules[path], torch.nn.Linear):
+                return axes
+            if path != last[parent]:
+                return (None,) * len(axes)
+            return (RESIDUAL, None) if len(axes) == 2 else axes
+
+        return self._relabel(change)
 
     def _open_squares(self) -> bool:
         """Take square matrices without a role for readers of the residual stream."""

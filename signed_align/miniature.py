@@ -260,7 +260,13 @@ _PLANE_SECTIONS = ("mrope_section",)
 
 # Nothing is generated, so nothing is cached; encoders are built as the decoders they may be.
 _SWITCHES: Mapping[str, bool] = {"use_cache": False, "is_decoder": True}
-_TOKENS: Mapping[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_TOKENS: Mapping[str, int] = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "image_token_id": VOCABULARY - 3,
+    "image_token_index": VOCABULARY - 3,
+}
 _DROPPED = _names(
     "_name_or_path transformers_version architectures dtype torch_dtype quantization_config"
     " auto_map attn_implementation _attn_implementation"
@@ -339,9 +345,11 @@ _TOWER_SIZES: Mapping[str, int] = {
     "head_dim": 10,
     "intermediate_size": 60,
     "mlp_dim": 60,
+    "image_size": 64,
 }
 # Other settings of particular types.
 _SETTINGS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": 4},
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
     "reformer": {
         "axial_pos_shape": [10, 9],

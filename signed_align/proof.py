@@ -79,8 +79,7 @@ def prove(config: Any) -> tuple[Chart, Proof]:
         With the reason: the class cannot be built or run, or no symmetry was found.
     """
     with quiet():
-        bench = _bench(config)
-        chart = Discovery(bench, bench.model.config).chart()
+        bench, chart = _discovered(config)
         chart = replace(chart, unproved=_unexercised(bench, chart))
         chart, unread = _with_stored(chart, bench)
         proof = replace(verify(chart, bench), unread=unread)
@@ -119,14 +118,29 @@ def verify(chart: Chart, bench: Bench, seed: int = 11) -> Proof:
     return Proof(chart.kinds, changes, violation, tuple(sorted(chart.unproved)), ())
 
 
-def _bench(config: Any) -> Bench:
+def _discovered(config: Any) -> tuple[Bench, Chart]:
+    """A miniature and its chart: with images if its class is named for them, else on text alone."""
+    import transformers
+
+    if _class_of(config) is not transformers.AutoModelForCausalLM:
+        try:
+            bench = _bench(config, images=True)
+            return bench, Discovery(bench, bench.model.config).chart()
+        except ChartError:  # what only images reach has no part in the proof then, and is refused
+            pass
+    bench = _bench(config, images=False)
+    return bench, Discovery(bench, bench.model.config).chart()
+
+
+def _bench(config: Any, images: bool) -> Bench:
     """A miniature to try hypotheses on: in float64, or in float32 where the class needs that."""
-    model = miniature_model(config, auto_class=_class_of(config))
-    inputs = _inputs(model)
+    cls = _class_of(config)
+    model = miniature_model(config, auto_class=cls)
+    inputs = _inputs(model, images)
     try:
         return Bench(model.double(), {name: _double(tensor) for name, tensor in inputs.items()})
     except Exception:  # the class computes in float32 itself, or overflows
-        return Bench(miniature_model(config, auto_class=_class_of(config)), inputs)
+        return Bench(miniature_model(config, auto_class=cls), inputs)
 
 
 def _class_of(config: Any) -> Any:
@@ -140,26 +154,26 @@ def _class_of(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _inputs(model: Any) -> dict[str, Tensor]:
+def _inputs(model: Any, images: bool) -> dict[str, Tensor]:
     """What a miniature reads: random tokens of shape (2, 24), and images where it takes them."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, VOCABULARY - 3, (2, 24), generator=generator)
     config = model.config
     image_token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
     vision = getattr(config, "vision_config", None)
-    if vision is None or image_token is None or not hasattr(model, "get_image_features"):
+    if vision is None or image_token is None or not images:
         return {"input_ids": tokens}
     size = int(vision.image_size[0] if isinstance(vision.image_size, list) else vision.image_size)
-    images = torch.randn(2, 3, size, size, generator=generator)
+    pixels = torch.randn(2, 3, size, size, generator=generator)
     try:
         with torch.no_grad():
-            features = model.get_image_features(pixel_values=images)
+            features = model.get_image_features(pixel_values=pixels)
         features = getattr(features, "pooler_output", features)
         rows = sum(len(part) for part in features) if isinstance(features, (list, tuple)) else (
             features.reshape(-1, features.shape[-1]).shape[0]
         )  # fmt: skip
         placeholders = torch.full((2, rows // 2), int(image_token))
-        inputs = {"input_ids": torch.cat([tokens, placeholders, tokens], 1), "pixel_values": images}
+        inputs = {"input_ids": torch.cat([tokens, placeholders, tokens], 1), "pixel_values": pixels}
         if "token_type_ids" in inspect.signature(model.forward).parameters:
             inputs["token_type_ids"] = (inputs["input_ids"] == image_token).long()
         with torch.no_grad():
