@@ -147,6 +147,12 @@ text_option = click.option(
     type=click.Path(path_type=Path),
     help="UTF-8 text, a sentence a line; by default English prose that ships with Python.",
 )
+spaces_option = click.option(
+    "--spaces",
+    default="residual",
+    show_default=True,
+    help="Kinds of spaces, such as residual,mlp,heads; or all.",
+)
 device_option = click.option("--device", default="cpu", show_default=True, help="Torch device.")
 
 
@@ -181,26 +187,40 @@ def demo_command(model: str | None, out: Path, seed: int) -> Report:
     show_default=True,
     help="Signed permutations, or permutations alone.",
 )
+@spaces_option
 @click.option("--save-gauge", type=click.Path(path_type=Path), help="Save the true gauge here.")
 @existing_output
 def scramble_command(
-    model: str, out: Path, seed: int, group: str, save_gauge: Path | None, force: bool
+    model: str,
+    out: Path,
+    seed: int,
+    group: str,
+    spaces: str,
+    save_gauge: Path | None,
+    force: bool,
 ) -> Report:
     """Write a twin of MODEL: the same function in randomly changed coordinates."""
     from signed_align.checkpoint import scramble
     from signed_align.files import require_free
+    from signed_align.gauge import by_kind
 
     if save_gauge is not None:
         require_free(save_gauge, directory=False, force=force, inputs=[out])
-    gauge = scramble(model, out, seed=seed, signed=group == "signed", force=force)
+    gauge = scramble(
+        model, out, seed=seed, signed=group == "signed", spaces=_words(spaces), force=force
+    )
     if save_gauge is not None:
         gauge.save(save_gauge, force=force)
     summary = gauge.summary()
-    positive = summary["spaces"]["residual"]["positive_sign_fraction"]
     return Report(
         {"out": str(out), "gauge": str(save_gauge) if save_gauge else None, **summary},
         [
-            f"Wrote a twin of {model} to {out}: {positive:.3f} of its signs are +1.",
+            f"Wrote a twin of {model} to {out}.",
+            *(
+                f"  {kind:10} {entry['coordinates']} coordinates, "
+                f"{entry['positive_sign_fraction']:.3f} of the signs +1"
+                for kind, entry in by_kind(gauge).items()
+            ),
             *([f"The true gauge is in {save_gauge}."] if save_gauge else []),
         ],
     )
@@ -220,6 +240,7 @@ def scramble_command(
 )
 @text_option
 @click.option("--objective", type=click.Choice(OBJECTIVES), default=OBJECTIVES[0])
+@spaces_option
 @click.option("--layers", help="Hidden states to use, such as 1,15,-2; by default all.")
 @click.option(
     "--tokens", type=POSITIVE, help="Calibration tokens at most; by default 8 a coordinate."
@@ -234,6 +255,7 @@ def gauge_command(
     method: Any,
     text: Path | None,
     objective: str,
+    spaces: str,
     layers: str | None,
     tokens: int | None,
     truth: Path | None,
@@ -243,7 +265,7 @@ def gauge_command(
     """Recover the gauge that leads from SOURCE's to TARGET's coordinates."""
     from signed_align.checkpoint import Checkpoint
     from signed_align.files import require_free
-    from signed_align.gauge import Gauge
+    from signed_align.gauge import Gauge, by_kind
     from signed_align.recovery import recover
 
     require_free(out, directory=False, force=force, inputs=_directories(source, target))
@@ -258,28 +280,35 @@ def gauge_command(
         text=text,
         objective=objective,
         layers=_numbers(layers) if layers is not None else None,
+        spaces=_words(spaces),
         max_tokens=tokens,
         device=device,
     )
     gauge.save(out, force=force)
     summary = gauge.summary()
     residual = summary["spaces"]["residual"]
-    data = {"gauge": str(out), "margin": residual["margin"], **summary}
+    kinds = by_kind(gauge, true_gauge)
+    data = {"gauge": str(out), "margin": residual["margin"], "kinds": kinds, **summary}
     lines = [
-        f"Recovered a gauge of {residual['size']} coordinates from "
+        f"Recovered a gauge of {residual['size']} residual coordinates from "
         f"{summary['provenance']['method']} ({objective}); it is in {out}.",
-        f"  + signs         {residual['positive_sign_fraction']:.3f}",
-        f"  unmoved         {residual['fixed_point_fraction']:.3f}",
-        f"  margin          {_quantiles(residual['margin'])}",
-        f"  weak (< 0.05)   {residual['weak_fraction']:.3f}",
     ]
-    if true_gauge is not None:
-        accuracy = gauge.element("residual").agreement(true_gauge.element("residual"))
-        data |= accuracy
+    for kind, entry in kinds.items():
+        count = f" in {entry['spaces']} spaces" if entry["spaces"] > 1 else ""
         lines += [
-            f"  permutation accuracy {accuracy['permutation_accuracy']:.3f}",
-            f"  sign accuracy        {accuracy['sign_accuracy']:.3f}",
+            f"  {kind}: {entry['coordinates']} coordinates{count}",
+            f"    + signs         {entry['positive_sign_fraction']:.3f}",
+            f"    unmoved         {entry['fixed_point_fraction']:.3f}",
+            f"    margin          {_quantiles(entry['margin'])}",
+            f"    weak (< 0.05)   {entry['weak_fraction']:.3f}",
         ]
+        if "permutation_accuracy" in entry:
+            lines += [
+                f"    permutation accuracy {entry['permutation_accuracy']:.3f}",
+                f"    sign accuracy        {entry['sign_accuracy']:.3f}",
+            ]
+    if true_gauge is not None:
+        data |= gauge.element("residual").agreement(true_gauge.element("residual"))
     return Report(data, lines)
 
 
@@ -480,6 +509,35 @@ def evaluate_command(
     return Report(result, [f"{task} on {result['examples']} examples: {metrics}"])
 
 
+@command("support")
+@click.argument("types", nargs=-1)
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print a page of documentation.")
+def support_command(types: tuple[str, ...], as_markdown: bool) -> Report:
+    """Prove the charts of transformers' causal language models, or of the model TYPES given."""
+    from signed_align.support import markdown, model_types, table
+
+    unknown = sorted(set(types) - set(model_types()))
+    if unknown:
+        raise SignedAlignError(
+            f"{unknown[0]!r} is not a causal language model type of the installed transformers."
+        )
+    entries = table(types or None)
+    width = max(len(entry.model_type) for entry in entries)
+    lines = [
+        f"{entry.model_type:{width}}  "
+        + (
+            f"{entry.native_group}: {', '.join(entry.spaces_proved)}"
+            if entry.spaces_proved
+            else f"refused: {entry.reason}"
+        )
+        for entry in entries
+    ]
+    return Report(
+        {"models": [entry.to_dict() for entry in entries]},
+        markdown(entries).splitlines() if as_markdown else lines,
+    )
+
+
 @command("inspect")
 @click.argument("thing")
 def inspect_command(thing: str) -> Report:
@@ -491,6 +549,10 @@ def inspect_command(thing: str) -> Report:
 
 def _directories(*models: str) -> list[Path]:
     return [Path(model) for model in models if Path(model).is_dir()]
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _numbers(text: str) -> list[int]:

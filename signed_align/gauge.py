@@ -229,10 +229,62 @@ class Gauge:
         }
 
 
+def by_kind(gauge: Gauge, truth: Gauge | None = None) -> dict[str, dict[str, Any]]:
+    """A gauge's spaces summed up by kind: residual, mlp, heads, …
+
+    Parameters
+    ----------
+    gauge : Gauge
+        The gauge.
+    truth : Gauge, optional
+        A gauge to score against, over the spaces that both have.
+
+    Returns
+    -------
+    dict
+        Per kind: ``spaces``, ``coordinates``, ``positive_sign_fraction``,
+        ``fixed_point_fraction``; where there are margins ``margin`` and ``weak_fraction``; where
+        there is a truth ``permutation_accuracy`` and ``sign_accuracy``.
+    """
+    kinds: dict[str, list[str]] = {}
+    for space in gauge.elements:
+        kinds.setdefault(space.partition(":")[0], []).append(space)
+    return {kind: _pooled(gauge, truth, spaces) for kind, spaces in kinds.items()}
+
+
+def _pooled(gauge: Gauge, truth: Gauge | None, spaces: list[str]) -> dict[str, Any]:
+    sizes = {space: gauge.elements[space].size for space in spaces}
+    total = sum(sizes.values())
+
+    def mean(values: Mapping[str, float]) -> float:
+        return sum(values[space] * sizes[space] for space in values) / sum(
+            sizes[space] for space in values
+        )
+
+    described = {space: gauge.elements[space].describe() for space in spaces}
+    entry: dict[str, Any] = {"spaces": len(spaces), "coordinates": total}
+    for name in ("positive_sign_fraction", "fixed_point_fraction"):
+        entry[name] = mean({space: described[space][name] for space in spaces})
+    margins = [gauge.margins[space] for space in spaces if space in gauge.margins]
+    if margins:
+        pooled = torch.cat(margins)
+        entry["margin"] = margin_quantiles(pooled)
+        entry["weak_fraction"] = float((pooled < WEAK_MARGIN).double().mean())
+    shared = [space for space in spaces if truth is not None and space in truth.elements]
+    if truth is not None and shared:
+        scores = {
+            space: gauge.elements[space].agreement(truth.elements[space]) for space in shared
+        }
+        for name in ("permutation_accuracy", "sign_accuracy"):
+            entry[name] = mean({space: scores[space][name] for space in shared})
+    return entry
+
+
 def margin_quantiles(margin: Tensor) -> dict[str, float]:
     """Minimum, 5 %, median and 95 % quantile of per-coordinate margins of shape (d,)."""
-    points = torch.tensor([0.0, 0.05, 0.5, 0.95], dtype=torch.float64)
-    values = torch.quantile(margin.double(), points)
+    ordered = margin.double().sort().values  # torch.quantile refuses more than 16 million
+    places = [round(share * (len(ordered) - 1)) for share in (0.0, 0.05, 0.5, 0.95)]
+    values = ordered[places]
     return dict(zip(("min", "q05", "median", "q95"), values.tolist(), strict=True))
 
 

@@ -291,7 +291,7 @@ _SIZES_OF_TYPE: Mapping[str, Mapping[str, int]] = {
     "xlnet": {"d_head": 12},
     # inner widths are twice the residual width
     "mamba2": {"num_heads": 8, "head_dim": 12},
-    "zamba": {"attention_hidden_size": 96},
+    "zamba": {"attention_hidden_size": 96, "n_mamba_heads": 4},
     "zamba2": {"attention_hidden_size": 96, "attention_head_dim": 24, "kv_channels": 12},
     # bytes, patches of twice the width of bytes, and the model that cuts them
     "blt": {"encoder_hash_byte_group_vocab": 37},
