@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from signed_align import Checkpoint, Gauge, merge, recover
+from signed_align import Checkpoint, Gauge, Objective, merge, recover
 from signed_align.barrier import Barrier, LossPath
 from signed_align.demo.assets import newspaper_sentences
 from signed_align.progress import libraries_silent
+from signed_align.weight_matching import WeightMatching, partners_of
 
 SPACES = (("residual",), ("residual", "mlp"), ("residual", "mlp", "heads"))
 OBJECTIVES = ("permutation", "sign_marginalized")
@@ -142,13 +143,20 @@ def warmup_then_cosine(progress: float, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
 
 
-def git_re_basin(a: Path, b: Path) -> Gauge:
-    """Algorithm 1 of Ainsworth et al., "Git Re-Basin", ICLR 2023, without signs.
+def git_re_basin(a: Path, b: Path, restarts: int = 3) -> Gauge:
+    """Algorithm 1 of Ainsworth et al., "Git Re-Basin", ICLR 2023: permutations, raw weights.
 
     One assignment after the other, in random order of spaces, each given the others, from the
-    identity until none improves. It maximises inner products as they are, not their magnitudes.
+    identity until none changes; of several orders the one that ends highest.
     """
-    return recover(a, b, method="weights", objective="signed", spaces=SPACES[-1])
+    source, target = Checkpoint.open(a), Checkpoint.open(b)
+    kinds = ("residual", "mlp", "heads", "values", "keys")
+    matching = WeightMatching(
+        source, target, partners_of(source, target), kinds, Objective.SIGNED, cosines=False
+    )
+    found = [matching.run(matching.identity(), seed=seed)[0] for seed in range(restarts)]
+    best = max(found, key=matching.inner_product)
+    return replace(best, source=source.identity, target=target.identity)
 
 
 def linear_midpoint(a: Path, b: Path, out: Path) -> Path:
@@ -240,6 +248,7 @@ def main() -> None:
     evidence = {
         "activations": {"text": calibration, "max_tokens": arguments.calibration_tokens},
         "weights": {},
+        "both": {"text": calibration, "max_tokens": arguments.calibration_tokens},
     }
     for spaces, objective, method in itertools.product(SPACES, OBJECTIVES, evidence):
         gauge = recover(a, b, method=method, objective=objective, spaces=spaces, **evidence[method])

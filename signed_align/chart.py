@@ -327,9 +327,7 @@ class Chart:
         if self.is_buffer(name):
             return (None,) * len(shape)
         stored = self._find_stored(name)
-        if stored is not None:
-            return self.bind(name, stored[0].axes, shape, stored[1])
-        found = self._find_parameter(name)
+        found = (stored[0].axes, stored[1]) if stored else self._find_parameter(name)
         if found is not None:
             if any(star(bare) in self.unproved for bare in self.bare(name)):
                 raise ChartError(
@@ -488,7 +486,7 @@ class Chart:
             math.prod(counts),
             form.within,
             blocks=blocks * groups,
-            blocks_move=site.blocks_move and len(counts) > 1 or groups > 1,
+            blocks_move=(site.blocks_move and len(counts) > 1) or groups > 1,
             planes=self.dimensions.planes(block_size, form.pairing) if form.pairing else (),
         )
 

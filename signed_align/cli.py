@@ -235,7 +235,7 @@ def scramble_command(
 @click.option(
     "--from",
     "method",
-    type=click.Choice(["activations", "weights"]),
+    type=click.Choice(["activations", "weights", "both"]),
     help="By default activations if --text is given, weights otherwise.",
 )
 @text_option

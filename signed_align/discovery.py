@@ -380,9 +380,7 @@ class Discovery:
                     readings.append(self.draft.axes)
         for group in RESIDUAL_GROUPS:
             for axes in readings:
-                if all(
-                    self._holds(axes, {}, ("residual",), group, seed=seed) for seed in (1, 2)
-                ):
+                if all(self._holds(axes, {}, ("residual",), group, seed=seed) for seed in (1, 2)):
                     self.draft.axes = axes
                     return group
         self.draft.axes = first
@@ -391,9 +389,9 @@ class Discovery:
     def _inner_convolutions(self) -> bool:
         """Take the channels of convolutions for a block's own, although they are as many."""
         return self._relabel(
-            lambda path, axes: (None,) * len(axes)
-            if isinstance(self.modules.get(path), torch.nn.Conv1d)
-            else axes
+            lambda path, axes: (
+                (None,) * len(axes) if isinstance(self.modules.get(path), torch.nn.Conv1d) else axes
+            )
         )
 
     def _tiled_axes(self) -> bool:
@@ -407,7 +405,9 @@ class Discovery:
             even = len(shape) == 1 and "bias" not in name
             tile = Tiled(RESIDUAL.unsigned if even else RESIDUAL)
             tiled = tuple(
-                tile if axis is None and size % self.width == 0 and 1 < size // self.width <= 4 else axis
+                tile
+                if axis is None and size % self.width == 0 and 1 < size // self.width <= 4
+                else axis
                 for axis, size in zip(axes, shape, strict=True)
             )
             reads = len(shape) < 2 or isinstance(tiled[-1], Tiled)
@@ -465,9 +465,9 @@ class Discovery:
                         "residual stream, which is none of its weights, so coordinates cannot move"
                     )
         for name, tensor in self.bench.state.items():
-            if any(size > self.width and size % self.width == 0 for size in tensor.shape) and re.search(
-                r"hc_|_hc\b|hyper", name
-            ):
+            if any(
+                size > self.width and size % self.width == 0 for size in tensor.shape
+            ) and re.search(r"hc_|_hc\b|hyper", name):
                 return (
                     f"its residual streams run side by side and are mixed ({star(self._bare(name))}), "
                     "which no label that was tried covers"
@@ -771,7 +771,7 @@ class Discovery:
         units = self._units_under(path, skip_first=True)
         for inside in self._unit_layouts(site, path, units, experts=True):
             for router in self._router_labels(path, site, count):
-                labels = self._every({**inside, **router})
+                labels = self._every({**router, **inside})
                 move_units = Site({"mlp": Form(("expert", "unit"), Within.PERMUTATION)})
                 if not self._holds(labels, {site: move_units}, ("mlp",), group):
                     break

@@ -272,9 +272,7 @@ def _pooled(gauge: Gauge, truth: Gauge | None, spaces: list[str]) -> dict[str, A
         entry["weak_fraction"] = float((pooled < WEAK_MARGIN).double().mean())
     shared = [space for space in spaces if truth is not None and space in truth.elements]
     if truth is not None and shared:
-        scores = {
-            space: gauge.elements[space].agreement(truth.elements[space]) for space in shared
-        }
+        scores = {space: gauge.elements[space].agreement(truth.elements[space]) for space in shared}
         for name in ("permutation_accuracy", "sign_accuracy"):
             entry[name] = mean({space: scores[space][name] for space in shared})
     return entry

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from signed_align import chart_cache
-from signed_align.chart import Chart, without_prefixes
+from signed_align.chart import Chart, star, without_prefixes
 from signed_align.dimensions import Dimensions
 from signed_align.discovery import TOLERANCE, Bench, Discovery, quiet, text_config
 from signed_align.errors import ChartError, one_line
@@ -213,7 +213,9 @@ def _unexercised(bench: Bench, chart: Chart) -> frozenset[str]:
         parameter.requires_grad_(False)
         parameter.grad = None
     return frozenset(
-        pattern for pattern, used in reached.items() if not used and not _matters(bench, chart, pattern)
+        pattern
+        for pattern, used in reached.items()
+        if not used and not _matters(bench, chart, pattern)
     )
 
 
@@ -235,12 +237,10 @@ def _with_stored(chart: Chart, bench: Bench) -> tuple[Chart, tuple[str, ...]]:
         for pattern, label in chart.modules.items()
         for parameter, axes in label.parameters.items()
     }
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            bench.model.save_pretrained(folder, max_shard_size="10GB")
-            saved = load_file(Path(folder) / "model.safetensors")
-        except Exception as error:  # not every class can be saved
-            return chart, (f"a miniature cannot be saved: {one_line(error)}",)
+    try:
+        saved = _saved(bench)
+    except Exception as error:  # not every class can be saved
+        return chart, (f"a miniature cannot be saved: {one_line(error)}",)
     bare = {name: without_prefixes(name, chart.prefixes) for name in {*saved, *bench.state}}
     by_name = {
         bare[name]: labels[chart.pattern(name)]
@@ -249,7 +249,41 @@ def _with_stored(chart: Chart, bench: Bench) -> tuple[Chart, tuple[str, ...]]:
     }
     stored, unread = stored_tensors(saved, bench.state, by_name, bare)
     chart = replace(chart, stored=stored)
-    return chart, tuple(unread)
+    wrong = _disagreeing(chart, bench, saved)
+    unread += sorted(wrong - set(unread))
+    return replace(chart, unproved=chart.unproved | wrong), tuple(dict.fromkeys(map(star, unread)))
+
+
+def _saved(bench: Bench) -> dict[str, Tensor]:
+    """What a checkpoint of the miniature holds, as its class saves it."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench.model.save_pretrained(folder, max_shard_size="10GB")
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def _disagreeing(chart: Chart, bench: Bench, saved: Mapping[str, Tensor]) -> set[str]:
+    """Patterns of stored tensors that, moved, are not what the moved miniature stores."""
+    known = {name: tensor for name, tensor in saved.items() if _labelled(chart, name, tensor)}
+    spaces = chart.spaces({name: tuple(tensor.shape) for name, tensor in known.items()})
+    gauge = Gauge(chart.random_gauge(spaces, seed=12, kinds=chart.kinds))
+    origin = functools.partial(chart.origin, gauge=gauge)
+    state = {name: tensor for name, tensor in bench.state.items() if _labelled(chart, name, tensor)}
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    moved = transport_all(kept, chart.axes, gauge, origin)
+    with torch.no_grad():
+        try:
+            for name, tensor in state.items():
+                tensor.copy_(moved[name])
+            expected = _saved(bench)
+        finally:
+            for name, tensor in state.items():
+                tensor.copy_(kept[name])
+    found = transport_all(known, chart.axes, gauge, origin)
+    return {
+        chart.pattern(name)
+        for name, tensor in found.items()
+        if not torch.equal(tensor, expected[name])
+    }
 
 
 # ---- one proof per config class and version ------------------------------------------------------
@@ -301,7 +335,14 @@ def _key(config: Any, small: Any) -> str:
 
     settings = json.dumps(small.to_dict(), sort_keys=True, default=str)
     cls = f"{type(small).__module__}.{type(small).__qualname__}"
-    told = [cls, _class_of(config).__name__, settings, transformers.__version__, torch.__version__, _sources()]
+    told = [
+        cls,
+        _class_of(config).__name__,
+        settings,
+        transformers.__version__,
+        torch.__version__,
+        _sources(),
+    ]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 

@@ -23,21 +23,13 @@ from signed_align.chart import RESIDUAL, Chart, without_prefixes
 from signed_align.checkpoint import Checkpoint, require_kinds
 from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
 from signed_align.gauge import Gauge, ModelIdentity
-from signed_align.matching import Correlation, Match, Objective, match
+from signed_align.matching import Correlation, Objective, match
 from signed_align.progress import track
 from signed_align.site_matching import match_site
-from signed_align.sites import (
-    SiteTensors,
-    evidence_by_activations,
-    match_by_weights,
-    residual_by_weights,
-    sites_of,
-)
+from signed_align.sites import evidence_by_activations
+from signed_align.weight_matching import WeightMatching, partners_of, with_matches
 
 BLOCK_ROWS = 8192
-MAX_ROUNDS = 20
-"""Rounds over all spaces when they are matched by weights in turn."""
-
 TOKENS_PER_COORDINATE = 8
 """Calibration tokens used per residual coordinate, if the text has that many."""
 
@@ -71,7 +63,7 @@ def recover(
     source: str | Path,
     target: str | Path,
     *,
-    method: Literal["activations", "weights"] | None = None,
+    method: Literal["activations", "weights", "both"] | None = None,
     text: str | Path | Sequence[str] | None = None,
     objective: Objective | str = Objective.SIGN_MARGINALIZED,
     layers: Sequence[int] | None = None,
@@ -90,9 +82,10 @@ def recover(
     ----------
     source, target : str or Path
         Checkpoints of one architecture: local directories or Hub ids.
-    method : {"activations", "weights"}, optional
-        Run both models on text, or compare embedding and unembedding weights, which needs neither
-        text nor a forward pass. By default activations if there is text, weights otherwise.
+    method : {"activations", "weights", "both"}, optional
+        Run both models on text, or compare weights, which needs neither text nor a forward pass;
+        or start from activations and go on with weights. By default activations if there is text,
+        weights otherwise.
     text : path or sequence of str, optional
         Calibration text: a UTF-8 file with a sentence a line, or the sentences. Activations
         without text run on English prose that ships with Python.
@@ -145,85 +138,36 @@ def recover(
         raise GaugeError("the residual stream is always recovered: name it among the spaces.")
     if len(kinds) == 1:
         return gauge
-    sites = sites_of(source_checkpoint, kinds)
-    if method == "weights":
-        return _extended_by_weights(
-            gauge, source_checkpoint, target_checkpoint, sites, Objective(objective)
-        )
-    todo = batches(
-        load_tokenizer(source_checkpoint),
-        sentences,
-        max_tokens=TOKENS_PER_COORDINATE * evidence.chart.width
-        if max_tokens is None
-        else max_tokens,
-        seed=seed,
+    matching = WeightMatching(
+        source_checkpoint,
+        target_checkpoint,
+        partners_of(source_checkpoint, target_checkpoint),
+        kinds,
+        Objective(objective),
     )
-    seen = evidence_by_activations(
-        source_checkpoint, target_checkpoint, sites, todo, dtype=dtype, device=device
-    )
-    partners = _partners(source_checkpoint, target_checkpoint)
-    for path, site in track(sites.items(), "matching sites", unit="site"):
-        matches = (
-            match_site(site.groups, seen[path], Objective(objective))
-            if path in seen
-            else match_by_weights(
-                site, source_checkpoint, target_checkpoint, partners, gauge, Objective(objective)
-            )
+    if method != "weights":
+        todo = batches(
+            load_tokenizer(source_checkpoint),
+            sentences,
+            max_tokens=TOKENS_PER_COORDINATE * evidence.chart.width
+            if max_tokens is None
+            else max_tokens,
+            seed=seed,
         )
-        gauge = _with(gauge, matches)
-    return gauge
-
-
-def _with(gauge: Gauge, matches: Mapping[str, Match]) -> Gauge:
-    """The gauge with further spaces, or others' elements in their place."""
-    return replace(
-        gauge,
-        elements={**gauge.elements, **{space: m.element for space, m in matches.items()}},
-        margins={**gauge.margins, **{space: m.margin for space, m in matches.items()}},
-    )
-
-
-def _partners(source: Checkpoint, target: Checkpoint) -> dict[str, str]:
-    """The target's name of each of the source's weights: prefixes may differ."""
-    chart = source.chart
-    theirs = {_bare(chart, name): name for name in target.files}
-    partners = {
-        name: theirs[_bare(chart, name)] for name in source.files if _bare(chart, name) in theirs
-    }
-    for name, partner in partners.items():
-        if source.shape(name)[1:] != target.shape(partner)[1:]:
-            raise CheckpointError(
-                f"{name!r} has shape {source.shape(name)} in {source.name} and "
-                f"{target.shape(partner)} in {target.name}; no gauge leads between them."
-            )
-    return partners
-
-
-def _extended_by_weights(
-    gauge: Gauge,
-    source: Checkpoint,
-    target: Checkpoint,
-    sites: Mapping[str, SiteTensors],
-    objective: Objective,
-) -> Gauge:
-    """Match sites and the residual stream in turn until no assignment changes."""
-    partners = _partners(source, target)
-    rounds = 0
-    for rounds in range(1, MAX_ROUNDS + 1):
-        before = dict(gauge.elements)
-        for site in track(list(sites.values()), f"matching sites, round {rounds}", unit="site"):
-            gauge = _with(
-                gauge, match_by_weights(site, source, target, partners, gauge, objective)
-            )
-        found = match(
-            residual_by_weights(source, target, partners, gauge),
-            objective,
-            source.chart.native_group,
+        seen = evidence_by_activations(
+            source_checkpoint, target_checkpoint, matching.sites, todo, dtype=dtype, device=device
         )
-        gauge = _with(gauge, {RESIDUAL.space: found})
-        if gauge.elements == before:
-            break
-    return replace(gauge, provenance={**gauge.provenance, "rounds": rounds})
+        for path, site in track(matching.sites.items(), "matching sites", unit="site"):
+            found = (
+                match_site(site.groups, seen[path], Objective(objective))
+                if path in seen
+                else matching.match(site, gauge)
+            )
+            gauge = with_matches(gauge, found)
+    if method == "activations":
+        return gauge
+    gauge, rounds = matching.run(gauge)
+    return replace(gauge, provenance={**gauge.provenance, "method": method, "rounds": rounds})
 
 
 def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:

@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 
 from signed_align.activations import Batch, load_model, typical
-from signed_align.chart import RESIDUAL, Chart, Layout, Template
+from signed_align.chart import Chart, Layout, Template
 from signed_align.checkpoint import Checkpoint
-from signed_align.gauge import Gauge
 from signed_align.groups import Group
-from signed_align.labels import Axes, Fused, Label, Section, transport
-from signed_align.matching import Correlation, Match, Objective
+from signed_align.labels import Axes, Label
+from signed_align.matching import Correlation
 from signed_align.progress import track
-from signed_align.signed_permutation import SignedPermutation
-from signed_align.site_matching import match_site
 
 CORRELATION_BYTES = 2 * 2**30
 """Correlations held at one time while models run; beyond it the text is run through again."""
@@ -60,180 +57,6 @@ def sites_of(checkpoint: Checkpoint, kinds: Iterable[str]) -> dict[str, SiteTens
                     site.groups[space] = checkpoint.spaces[space].group
                     site.tensors[name] = axes
     return found
-
-
-# ---- evidence from weights -----------------------------------------------------------------------
-
-
-def match_by_weights(
-    site: SiteTensors,
-    source: Checkpoint,
-    target: Checkpoint,
-    partners: Mapping[str, str],
-    gauge: Gauge,
-    objective: Objective,
-) -> dict[str, Match]:
-    """Match a site's spaces by its weights, in the frame that ``gauge`` aligns already.
-
-    Parameters
-    ----------
-    site : SiteTensors
-        The site, in the source.
-    source, target : Checkpoint
-        The checkpoints.
-    partners : mapping of str to str
-        The target's name of each of the source's tensors.
-    gauge : Gauge
-        Elements of other spaces, the residual stream above all.
-    objective : Objective
-        As in :func:`~signed_align.matching.match`.
-    """
-    others = Gauge({s: e for s, e in gauge.elements.items() if s not in site.groups})
-    if site.has_experts:
-        return _match_experts(site, source, target, partners, others, objective)
-    evidence = []
-    for name, axes in site.tensors.items():
-        x = transport(source.tensor(name), axes, others)
-        y = target.tensor(partners[name])
-        evidence += list(_evidence(site, axes, x, y))
-    return match_site(site.groups, evidence, objective)
-
-
-def _evidence(
-    site: SiteTensors, axes: Axes, x: Tensor, y: Tensor
-) -> Iterator[tuple[Label, Tensor]]:
-    """One piece per axis of the site: cosines of what runs along its positions."""
-    mine = [
-        position
-        for position, label in enumerate(axes)
-        if label is not None and any(space in site.groups for space in label.spaces)
-    ]
-    if x.ndim < 2 or len(mine) != 1:
-        return  # one number per position says nothing but its size
-    (position,) = mine
-    label = axes[position]
-    assert label is not None
-    yield label, _cosines(x.movedim(position, 0), y.movedim(position, 0))
-
-
-def _cosines(x: Tensor, y: Tensor) -> Tensor:
-    x, y = x.reshape(len(x), -1).float(), y.reshape(len(y), -1).float()
-    return torch.nn.functional.normalize(x, dim=1) @ torch.nn.functional.normalize(y, dim=1).T
-
-
-def _match_experts(
-    site: SiteTensors,
-    source: Checkpoint,
-    target: Checkpoint,
-    partners: Mapping[str, str],
-    others: Gauge,
-    objective: Objective,
-) -> dict[str, Match]:
-    """Experts by their rows of the router, then the units of each pair of experts."""
-    units = next(space for space in site.groups if space.startswith("mlp:"))
-    experts = next((space for space in site.groups if space.startswith("experts:")), None)
-    count = site.groups[units].blocks
-    found: dict[str, Match] = {}
-    pairs = torch.arange(count)
-    if experts is not None:
-        router = SiteTensors(site.path, {experts: site.groups[experts]})
-        evidence = []
-        for name, axes in site.tensors.items():
-            if units in {space for label in axes if label is not None for space in label.spaces}:
-                continue
-            x = transport(source.tensor(name), axes, others)
-            evidence += list(_evidence(router, axes, x, target.tensor(partners[name])))
-        found |= match_site(router.groups, evidence, objective)
-        pairs = found[experts].element.perm
-    size = site.groups[units].block_size
-    inside = Group(size, site.groups[units].within)
-    perm, sign, margin = [], [], []
-    for expert in range(count):
-        origin = int(pairs[expert])
-        evidence = []
-        for x, y, axes in _expert_tensors(site, units, source, target, partners, origin, expert):
-            local = SiteTensors(site.path, {units: inside})
-            evidence += list(_evidence(local, axes, transport(x, axes, others), y))
-        match = match_site({units: inside}, evidence, objective)[units]
-        perm.append(match.element.perm + origin * size)
-        sign.append(match.element.sign)
-        margin.append(match.margin)
-    element = SignedPermutation(torch.cat(perm), torch.cat(sign))
-    found[units] = Match(element, torch.cat(margin))
-    return found
-
-
-def _expert_tensors(
-    site: SiteTensors,
-    units: str,
-    source: Checkpoint,
-    target: Checkpoint,
-    partners: Mapping[str, str],
-    origin: int,
-    expert: int,
-) -> Iterator[tuple[Tensor, Tensor, Axes]]:
-    """Weights of expert ``origin`` of the source and of ``expert`` of the target, with labels."""
-    for name, axes in site.tensors.items():
-        label = next(
-            (label for label in axes if isinstance(label, Fused) and units in label.spaces), None
-        )
-        if label is None:
-            continue
-        if label.only is None:
-            inner = tuple(
-                _inside(axis, units) if axis == label else axis for axis in axes[1:]
-            )
-            yield source.tensor(name)[origin], target.tensor(partners[name])[expert], inner
-        elif label.only == expert:
-            inner = tuple(_inside(axis, units) if axis == label else axis for axis in axes)
-            before, _, after = name.rpartition(f".{expert}.")
-            theirs = f"{before}.{origin}.{after}"
-            yield source.tensor(theirs), target.tensor(partners[name]), inner
-
-
-def _inside(label: Label | None, units: str) -> Label:
-    """The label of one expert's axis of units, given that of all experts' axes."""
-    assert isinstance(label, Fused)
-    sections = tuple(
-        Section(
-            section.shape,
-            tuple(
-                (axis, tuple(k - 1 for k in which if k))
-                for axis, which in section.axes
-                if axis.space == units
-            ),
-        )
-        for section in label.sections
-    )
-    return Fused(label.outer[1:], sections)
-
-
-# ---- the residual stream, from all weights -------------------------------------------------------
-
-
-def residual_by_weights(
-    source: Checkpoint, target: Checkpoint, partners: Mapping[str, str], gauge: Gauge
-) -> Tensor:
-    """The correlation of residual coordinates over all weights, in the frame of ``gauge``.
-
-    Returns shape (d, d), source by target; every weight counts as much as it has rows.
-    """
-    others = Gauge({s: e for s, e in gauge.elements.items() if s != RESIDUAL.space})
-    total = torch.zeros(source.chart.width, source.chart.width, dtype=torch.float64)
-    weight = 0
-    for name in track(list(partners), "comparing weights", unit="tensor"):
-        axes = source.chart.axes(name, source.shape(name))
-        places = [position for position, label in enumerate(axes) if label == RESIDUAL]
-        if len(places) != 1 or len(axes) < 2:
-            continue
-        x = transport(source.tensor(source.chart.origin(name, others)), axes, others)
-        x, y = x.movedim(places[0], -1), target.tensor(partners[name]).movedim(places[0], -1)
-        correlation = Correlation(source.chart.width)
-        count = min(len(x), len(y))
-        correlation.add(x[:count].reshape(-1, x.shape[-1]), y[:count].reshape(-1, y.shape[-1]))
-        total += correlation.matrix() * correlation.samples
-        weight += correlation.samples
-    return total / max(weight, 1)
 
 
 # ---- evidence from activations -------------------------------------------------------------------

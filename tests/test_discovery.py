@@ -1,4 +1,4 @@
-"""Charts are discovered and proved without weights; a chart with one wrong label is not believed."""
+"""Charts are discovered and proved without weights; a chart with a wrong label is not believed."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -148,7 +148,7 @@ def test_discovery_runs_on_less_than_five_million_parameters(model_type):
 def test_other_weights_and_other_gauges_agree_with_the_proof(model_type):
     """The chart was found on one random model; it holds for further ones."""
     chart = small_chart(model_type)
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         model = miniature_model(config_of(model_type), seed=seed).double()
         bench = Bench(model, bench_of(model_type).inputs)
         assert proof.verify(chart, bench, seed=seed).holds
@@ -331,9 +331,7 @@ def residual(change):
 
 def inside(change):
     """A change of the labels of axes inside a site."""
-    return lambda axes: tuple(
-        change(axis) if isinstance(axis, Layout) else axis for axis in axes
-    )
+    return lambda axes: tuple(change(axis) if isinstance(axis, Layout) else axis for axis in axes)
 
 
 def swapped(axes):
@@ -433,9 +431,7 @@ FUSED_GATE_MUTATIONS = {
     ),
 }
 PLAIN_MUTATIONS = {
-    "units of an MLP without a gate change sign": reform(
-        "mlp", within=Within.SIGNED_PERMUTATION
-    ),
+    "units of an MLP without a gate change sign": reform("mlp", within=Within.SIGNED_PERMUTATION),
 }
 HEAD_MUTATIONS = {
     "queries are read in another order": relabel("q_proj.weight", inside(query_first)),
@@ -585,7 +581,7 @@ FAMILIES = [
     ),
     Family(
         "gpt_neox",
-        {},
+        {"rotary_pct": 0.5},
         embedding="embed_in.weight",
         reader="query_key_value.weight",
         writer="attention.dense.weight",
@@ -594,7 +590,9 @@ FAMILIES = [
         mutations={
             **LAYER_MUTATIONS, **PLAIN_MUTATIONS, **ROTARY_MUTATIONS, **LAYER_NORM_MUTATIONS,
             "all coordinates are taken for rotated": counted(rotary_fraction=1.0),
-            "the square output projection is transposed": relabel("attention.dense.weight", swapped),
+            "the square output projection is transposed": relabel(
+                "attention.dense.weight", swapped
+            ),
             "heads are taken apart": relabel(
                 "query_key_value.weight query_key_value.bias", inside(by_role)
             ),
@@ -657,10 +655,16 @@ def mutations_of(family):
 )
 def test_one_wrong_label_is_noticed(family, mutate):
     settings = tuple(family.settings.items())
-    bench = bench_of(family.model_type, settings)
+    assert proved(family.model_type, settings)[1].holds
     chart = small_chart(family.model_type, settings)
-    assert believed(chart, bench)
-    assert not believed(mutate(chart), bench)
+    assert not believed(mutate(chart), bench_of(family.model_type, settings))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_the_chart_itself_is_believed(family):
+    """On the same miniature, so that it is the wrong labels that are noticed above."""
+    settings = tuple(family.settings.items())
+    assert believed(small_chart(family.model_type, settings), bench_of(family.model_type, settings))
 
 
 def believed(chart, bench):
@@ -723,22 +727,27 @@ def test_configs_that_switch_on_other_things_do_not_share_a_chart(empty_cache):
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"class": "Chart"}', '{"class": "x"}'])
-def test_a_damaged_cache_is_proved_anew(empty_cache, damage):
+def test_a_damaged_file_in_the_cache_is_no_chart(empty_cache, damage):
+    chart_cache.store("key", proved("llama")[0])
+    (file,) = empty_cache.rglob("key.json")
+    file.write_text(damage)
+    assert chart_cache.load("key") is None
+
+
+def test_a_damaged_cache_is_proved_anew(empty_cache):
     first = Chart.of(config_of("llama"))
     (file,) = empty_cache.rglob("*.json")
-    file.write_text(damage)
-    assert chart_cache.load(file.stem) is None
+    file.write_text("{")
     proof._CHARTS.clear()
     assert Chart.of(config_of("llama")) == first
+    assert chart_cache.load(file.stem) is not None
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(proof, "_CHARTS", {})
-    assert Chart.of(config_of("llama")).modules["norm"].parameters["weight"] == (
-        RESIDUAL.unsigned,
-    )
+    assert Chart.of(config_of("llama")).modules["norm"].parameters["weight"] == (RESIDUAL.unsigned,)
 
 
 # ---- every type ------------------------------------------------------------------------------
