@@ -154,7 +154,7 @@ def git_re_basin(a: Path, b: Path, restarts: int = 3) -> Gauge:
     matching = WeightMatching(
         source, target, partners_of(source, target), kinds, Objective.SIGNED, cosines=False
     )
-    found = [matching.run(matching.identity(), seed=seed)[0] for seed in range(restarts)]
+    found = [matching.run(matching.identity(), seed=seed) for seed in range(restarts)]
     best = max(found, key=matching.inner_product)
     return replace(best, source=source.identity, target=target.identity)
 

@@ -27,7 +27,7 @@ from signed_align.errors import ArtifactError, GaugeError
 from signed_align.gauge import Gauge
 from signed_align.labels import transport
 from signed_align.matching import Objective
-from signed_align.recovery import evidence_from_weights
+from signed_align.recovery import recover_by_weights
 
 NO_ALIGNMENT = "none"
 ObjectiveName = Literal["sign_marginalized", "signed", "permutation", "none"]
@@ -46,6 +46,14 @@ ALIGNMENT_PARAMETERS = (
         ParameterScope.SHARED,
         default="sign_marginalized",
         description="How a gauge is recovered from weights where no file is given",
+    ),
+    ParameterSpec(
+        "spaces",
+        str,
+        ParameterScope.SHARED,
+        default="residual",
+        description="Kinds of spaces to align where no gauge file is given: residual,mlp,heads, "
+        "or all",
     ),
     ParameterSpec(
         "reference",
@@ -77,7 +85,12 @@ class GaugeBook:
             return self._opened(path)
 
     def gauge(
-        self, source: Checkpoint, target: Checkpoint, file: str | None, objective: str
+        self,
+        source: Checkpoint,
+        target: Checkpoint,
+        file: str | None,
+        objective: str,
+        spaces: str,
     ) -> Gauge:
         """The gauge from ``source``'s to ``target``'s coordinates.
 
@@ -85,12 +98,12 @@ class GaugeBook:
         belongs to other checkpoints.
         """
         ends = source.identity.fingerprint, target.identity.fingerprint
-        key = (*ends, file and (file, _stamp(Path(file))), objective)
+        key = (*ends, file and (file, _stamp(Path(file))), objective, spaces)
         with self._lock:
             if key not in self._gauges:
                 if file is None:
-                    evidence = evidence_from_weights(source, target)
-                    found = evidence.gauge(Objective(objective))
+                    kinds = [kind.strip() for kind in spaces.split(",")]
+                    found = recover_by_weights(source, target, Objective(objective), kinds)
                 else:
                     found = _oriented(Gauge.load(file), source, target)
                 source.chart.require_native(found)
@@ -185,9 +198,15 @@ def _aligned(group: TensorGroup, parameters: dict[str, Any]) -> TensorGroup:
         if str(entry.id) == str(reference):
             return entry
         source = GAUGES.checkpoint(entry.id)
-        gauge = GAUGES.gauge(source, target, parameters["gauge"][entry.id], objective)
-        axes = source.chart.axes(group.metadata.name or "", entry.tensor.shape)
-        return replace(entry, tensor=transport(entry.tensor, axes, gauge))
+        gauge = GAUGES.gauge(
+            source, target, parameters["gauge"][entry.id], objective, parameters["spaces"]
+        )
+        name, tensor = group.metadata.name or "", entry.tensor
+        axes = source.chart.axes(name, tensor.shape)
+        origin = source.chart.origin(name, gauge)
+        if origin != name:  # experts that change places
+            tensor = source.tensor(origin).to(tensor.dtype).to(tensor.device)
+        return replace(entry, tensor=transport(tensor, axes, gauge))
 
     return replace(group, entries=tuple(aligned(entry) for entry in group.entries))
 

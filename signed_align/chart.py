@@ -401,9 +401,9 @@ class Chart:
                 bound.append(Fused((), (section,) * copies))
                 continue
             if not isinstance(axis, Layout):
-                if axis == RESIDUAL or axis == RESIDUAL.unsigned:
-                    if shape[position] != self.width:
-                        raise self._misfit(name, shape, axes)
+                is_residual = axis in (RESIDUAL, RESIDUAL.unsigned)
+                if is_residual and shape[position] != self.width:
+                    raise self._misfit(name, shape, axes)
                 bound.append(axis)
                 continue
             covered = [place for place, other in enumerate(axes) if other == axis][: axis.span]

@@ -462,8 +462,8 @@ class _TensorMover:
             return entry.nbytes
         other = self._origin(entry.name)
         if other is not None or (whole and isinstance(axes[0], Fused)):
-            tensor = self._read(entry.dtype, entry.shape, offset) if other is None else other
-            self._write(transport(tensor, axes, self._gauge), offset)
+            origin = self._read(entry.dtype, entry.shape, offset) if other is None else other
+            self._write(transport(origin, axes, self._gauge), offset)
             return entry.nbytes
         count, *rest = entry.shape
         row_bytes = torch.Size(rest).numel() * entry.dtype.itemsize

@@ -174,11 +174,12 @@ def _numbers(config: Any, names: Iterable[str]) -> list[int]:
         ):
             value = _get(config, spelled)
             values = value if isinstance(value, (list, tuple)) else [value]
-            for number in values:
-                if isinstance(number, int) and not isinstance(number, bool) and number > 0:
-                    if number not in found:
-                        found.append(number)
-    return found
+            found += [
+                number
+                for number in values
+                if isinstance(number, int) and not isinstance(number, bool) and number > 0
+            ]
+    return list(dict.fromkeys(found))
 
 
 def _multi_query(config: Any) -> bool:

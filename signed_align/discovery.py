@@ -164,8 +164,8 @@ class Discovery:
             self._try_attention(path, group)
         for path in self._expert_sites():
             self._try_experts(path, group)
-        for path in self._unit_sites():
-            self._try_units(path, group)
+        for path, size in self._unit_sites():
+            self._try_units(path, size, group)
         self._drop_sites_that_fail(group)
         return self._chart(group)
 
@@ -262,7 +262,7 @@ class Discovery:
         self, axes: Mapping[str, Templates], chart: Chart
     ) -> dict[str, tuple[Axes, Sequence[int]]]:
         """The labels of each tensor, bound to its layer and sizes, beside its shape."""
-        found = {}
+        found: dict[str, tuple[Axes, Sequence[int]]] = {}
         for name, labels in axes.items():
             shape = tuple(self.bench.state[name].shape)
             numbers = re.findall(r"(?<=\.)\d+(?=\.)", f".{self._bare(name)}")
@@ -286,7 +286,7 @@ class Discovery:
         group: Within,
         seed: int = 1,
     ) -> bool:
-        """Whether the function stays when a random gauge of these kinds moves the tensors."""  # fmt: skip
+        """Whether the function stays when a random gauge of these kinds moves the tensors."""
         chart = Chart(
             self.config.model_type, "", group, {}, sites, self.prefixes, "", self.dimensions
         )
@@ -376,7 +376,8 @@ class Discovery:
         for count in range(len(doubts) + 1):
             for chosen in itertools.combinations(doubts, count):
                 self.draft.axes = dict(first)
-                if all([doubt() for doubt in chosen]):
+                applied = [doubt() for doubt in chosen]
+                if all(applied):
                     readings.append(self.draft.axes)
         for group in RESIDUAL_GROUPS:
             for axes in readings:
@@ -469,8 +470,8 @@ class Discovery:
                 size > self.width and size % self.width == 0 for size in tensor.shape
             ) and re.search(r"hc_|_hc\b|hyper", name):
                 return (
-                    f"its residual streams run side by side and are mixed ({star(self._bare(name))}), "
-                    "which no label that was tried covers"
+                    "its residual streams run side by side and are mixed "
+                    f"({star(self._bare(name))}), which no label that was tried covers"
                 )
         return (
             "no relabelling of its weights by a permutation of the residual coordinates that was "
@@ -670,18 +671,18 @@ class Discovery:
             if name and found:
                 axes[name] = found
 
-        for weight, label in projections.items():
-            put(weight, label)
+        for weight, projection in projections.items():
+            put(weight, projection)
             bias = weight.rpartition(".")[0] + ".bias"
             if bias in self.bench.state:
-                axes[bias] = (label,)
+                axes[bias] = (projection,)
         put(output, rows["output"])
         sizes = self._axis_sizes(rows, path)
         for name, tensor in self.bench.state.items():
             if not name.startswith(f"{path}.") or name in axes:
                 continue
             leaf = name.removeprefix(f"{path}.").rpartition(".")[0]
-            label = None
+            label: Layout | None = None
             if tensor.ndim == 1 and re.search(r"q\w*norm", leaf):
                 label = rows["query"] if len(tensor) == sizes["query"] else None
             elif tensor.ndim == 1 and re.search(r"k\w*norm", leaf):
@@ -695,8 +696,8 @@ class Discovery:
                 sizes["query"], sizes["key"]
             ):  # fmt: skip
                 row = rows["query"] if re.search(r"q\w*norm", leaf) else rows["key"]
-                label = replace(row.unsigned, span=2)
-                axes[name] = (label, label)
+                spanning = replace(row.unsigned, span=2)
+                axes[name] = (spanning, spanning)
             elif leaf in GATES and sizes["output"] in tensor.shape:
                 gate = rows["output"].unsigned
                 axes[name] = tuple(
@@ -755,9 +756,10 @@ class Discovery:
                 for name, tensor in self.bench.state.items()
                 if name.rpartition(".")[0] == path and tensor.ndim == 3
             ]
-            if own and len({tensor.shape[0] for tensor in own}) == 1 and own[0].shape[0] > 1:
-                if any(self.width in tensor.shape[1:] for tensor in own):
-                    found.append(path)
+            counts = {tensor.shape[0] for tensor in own}
+            touches = any(self.width in tensor.shape[1:] for tensor in own)
+            if touches and len(counts) == 1 and counts != {1}:
+                found.append(path)
         return found
 
     def _try_experts(self, path: str, group: Within) -> None:
@@ -804,10 +806,10 @@ class Discovery:
 
     # ---- hidden units ------------------------------------------------------------------------
 
-    def _unit_sites(self) -> list[str]:
+    def _unit_sites(self) -> list[tuple[str, int]]:
         """Parents of a matrix that writes hidden units into the residual stream."""
         taken = set(self.draft.sites)
-        found = []
+        found: list[tuple[str, int]] = []
         for name, tensor in self.bench.state.items():
             if tensor.ndim != 2 or self.draft.axes[name].count(RESIDUAL) != 1:
                 continue
@@ -831,12 +833,10 @@ class Discovery:
                     and (size in mine.shape or 2 * size in mine.shape)
                 ]
                 if partners:
-                    if (candidate, size) not in found and not any(
-                        star(p) == star(candidate) and s == size for p, s in found
-                    ):
+                    if not any(star(p) == star(candidate) and s == size for p, s in found):
                         found.append((candidate, size))
                     break
-        return [f"{path}#{size}" for path, size in found]
+        return found
 
     def _units_under(self, path: str, skip_first: bool = False) -> list[int]:
         sizes = []
@@ -890,13 +890,12 @@ class Discovery:
             if not doubled:
                 return
 
-    def _try_units(self, spot: str, group: Within) -> None:
-        path, _, size = spot.partition("#")
+    def _try_units(self, path: str, size: int, group: Within) -> None:
         site = star(self._bare(path))
         kind = "ssm" if STATE_SPACE.search(path) else "mlp"
         if site in self.draft.sites:
             return
-        for axes in self._unit_layouts(site, path, [int(size)]):
+        for axes in self._unit_layouts(site, path, [size]):
             labels = self._every(axes)
             form = Site({kind: Form(("unit",), Within.PERMUTATION)})
             if self._holds(labels, {site: form}, (kind,), group):
@@ -944,12 +943,12 @@ class Discovery:
             star(name).rpartition(".")[0] if "experts" not in star(name) else star(name)
             for name in names
         )
-        for gate in modules:
+        for gate_module in modules:
             yield {
                 name: tuple(
                     axis.unsigned
                     if isinstance(axis, Layout)
-                    and (star(name) == gate or star(name).rpartition(".")[0] == gate)
+                    and gate_module in (star(name), star(name).rpartition(".")[0])
                     else axis
                     for axis in axes
                 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -87,6 +87,18 @@ class Gauge:
         if space not in self.elements:
             raise GaugeError(f"the gauge does not move the {space} space.")
         return self.elements[space]
+
+    def restricted(self, kinds: Sequence[str]) -> Gauge:
+        """The gauge with only the spaces of some kinds: ``residual``, ``mlp``, …"""
+
+        def kept(space: str) -> bool:
+            return space.partition(":")[0] in kinds
+
+        return replace(
+            self,
+            elements={s: element for s, element in self.elements.items() if kept(s)},
+            margins={s: margin for s, margin in self.margins.items() if kept(s)},
+        )
 
     def inverse(self) -> Gauge:
         """The gauge that leads back from target to source."""

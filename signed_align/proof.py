@@ -220,7 +220,7 @@ def _unexercised(bench: Bench, chart: Chart) -> frozenset[str]:
 
 
 def _matters(bench: Bench, chart: Chart, pattern: str) -> bool:
-    """Whether changing a weight changes the function: one that only ranks experts has no gradient."""
+    """Whether a change of a weight changes the function: one that ranks experts has no gradient."""
     noise = torch.Generator().manual_seed(3)
     changed = {
         name: tensor + torch.randn(tensor.shape, generator=noise).to(tensor.dtype)

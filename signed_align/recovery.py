@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,59 +115,67 @@ def recover(
     """
     if method is None:
         method = "weights" if text is None else "activations"
-    source_checkpoint, target_checkpoint = Checkpoint.open(source), Checkpoint.open(target)
+    start, end = Checkpoint.open(source), Checkpoint.open(target)
+    kinds = _kinds(start, spaces)
     if method == "weights":
         if text is not None or layers is not None:
             raise GaugeError("text and layers have no part in recovering a gauge from weights.")
-        evidence = evidence_from_weights(source_checkpoint, target_checkpoint)
-    else:
-        sentences = sentences_of(text)
-        (evidence,) = evidence_from_activations(
-            source_checkpoint,
-            target_checkpoint,
-            sentences,
-            layer_groups={"all": layers},
-            max_tokens=max_tokens,
-            dtype=dtype,
-            device=device,
-            seed=seed,
-        ).values()
+        return recover_by_weights(start, end, Objective(objective), kinds)
+    sentences = sentences_of(text)
+    (evidence,) = evidence_from_activations(
+        start,
+        end,
+        sentences,
+        layer_groups={"all": layers},
+        max_tokens=max_tokens,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    ).values()
     gauge = evidence.gauge(Objective(objective))
-    kinds = require_kinds(source_checkpoint.chart, spaces)
-    if RESIDUAL.space not in kinds:
-        raise GaugeError("the residual stream is always recovered: name it among the spaces.")
     if len(kinds) == 1:
         return gauge
-    matching = WeightMatching(
-        source_checkpoint,
-        target_checkpoint,
-        partners_of(source_checkpoint, target_checkpoint),
-        kinds,
-        Objective(objective),
+    matching = WeightMatching(start, end, partners_of(start, end), kinds, Objective(objective))
+    todo = batches(
+        load_tokenizer(start),
+        sentences,
+        max_tokens=_token_limit(start, max_tokens),
+        seed=seed,
     )
-    if method != "weights":
-        todo = batches(
-            load_tokenizer(source_checkpoint),
-            sentences,
-            max_tokens=TOKENS_PER_COORDINATE * evidence.chart.width
-            if max_tokens is None
-            else max_tokens,
-            seed=seed,
+    seen = evidence_by_activations(start, end, matching.sites, todo, dtype=dtype, device=device)
+    for path, site in track(matching.sites.items(), "matching sites", unit="site"):
+        matches = (
+            match_site(site.groups, seen[path], Objective(objective))
+            if path in seen
+            else matching.match(site, gauge)
         )
-        seen = evidence_by_activations(
-            source_checkpoint, target_checkpoint, matching.sites, todo, dtype=dtype, device=device
-        )
-        for path, site in track(matching.sites.items(), "matching sites", unit="site"):
-            found = (
-                match_site(site.groups, seen[path], Objective(objective))
-                if path in seen
-                else matching.match(site, gauge)
-            )
-            gauge = with_matches(gauge, found)
-    if method == "activations":
+        gauge = with_matches(gauge, matches)
+    return matching.run(gauge) if method == "both" else gauge
+
+
+def recover_by_weights(
+    source: Checkpoint, target: Checkpoint, objective: Objective, spaces: Sequence[str]
+) -> Gauge:
+    """The gauge that weights speak for: the residual stream by embeddings, then all in turn.
+
+    Parameters are as in :func:`recover`, of which this is the part that needs no text.
+    """
+    kinds = _kinds(source, spaces)
+    gauge = evidence_from_weights(source, target).gauge(objective)
+    if len(kinds) == 1:
         return gauge
-    gauge, rounds = matching.run(gauge)
-    return replace(gauge, provenance={**gauge.provenance, "method": method, "rounds": rounds})
+    return WeightMatching(source, target, partners_of(source, target), kinds, objective).run(gauge)
+
+
+def _kinds(checkpoint: Checkpoint, spaces: Sequence[str]) -> tuple[str, ...]:
+    kinds = require_kinds(checkpoint.chart, spaces)
+    if RESIDUAL.space not in kinds:
+        raise GaugeError("the residual stream is always recovered: name it among the spaces.")
+    return kinds
+
+
+def _token_limit(checkpoint: Checkpoint, asked: int | None) -> int:
+    return TOKENS_PER_COORDINATE * checkpoint.chart.width if asked is None else asked
 
 
 def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:
@@ -248,7 +256,7 @@ def evidence_from_activations(
     todo = batches(
         tokenizer,
         sentences,
-        max_tokens=TOKENS_PER_COORDINATE * size if max_tokens is None else max_tokens,
+        max_tokens=_token_limit(source, max_tokens),
         seed=seed,
     )
     tokens = sum(batch.tokens for batch in todo)

@@ -162,11 +162,9 @@ def _run(models: Sequence[Any], taps: Sequence[_Tap], todo: Sequence[Batch], dev
 
 
 def _rows(activations: Tensor, mask: Tensor) -> Tensor:
-    if activations.ndim == 3:
-        activations = activations[mask]
-    else:  # (tokens, n), as routers see them
-        activations = activations[mask.reshape(-1)]
-    return activations.float().cpu()
+    # routers see (tokens, n)
+    kept = mask if activations.ndim == 3 else mask.reshape(-1)
+    return activations[kept].float().cpu()
 
 
 @contextmanager

@@ -69,13 +69,13 @@ def stored_tensors(
     for name, tensor in known.items():
         if name in present or name not in labels or not tensor.ndim:
             continue
-        for piece in _pieces(name, labels[name], tensor):
-            pieces.setdefault(_fingerprint(piece.tensor), piece)
+        for part in _pieces(name, labels[name], tensor):
+            pieces.setdefault(_fingerprint(part.tensor), part)
         wholes.append(_Piece(name, labels[name], tensor))
     found: dict[str, StoredTensor] = {}
     unknown = []
     for key, tensor in odd.items():
-        piece = pieces.get(_fingerprint(tensor))
+        piece: _Piece | None = pieces.get(_fingerprint(tensor))
         if piece is None or not _equal(piece.tensor, tensor):
             piece = _joined(tensor, wholes)
         if piece is None or not _same_numbers(key, piece):

@@ -75,7 +75,7 @@ class WeightMatching:
             groups |= site.groups
         return Gauge({name: SignedPermutation.identity(g.size) for name, g in groups.items()})
 
-    def run(self, start: Gauge, *, seed: int | None = None) -> tuple[Gauge, int]:
+    def run(self, start: Gauge, *, seed: int | None = None) -> Gauge:
         """Go round the spaces from ``start`` until none changes.
 
         Parameters
@@ -88,11 +88,12 @@ class WeightMatching:
 
         Returns
         -------
-        Gauge, int
-            With margins, and the number of rounds it took.
+        Gauge
+            With margins; its provenance says how many rounds it took, and whether the last one
+            still changed something.
         """
         order = random.Random(seed)
-        gauge, rounds = start, 0
+        gauge, rounds, before = start, 0, {}
         for rounds in range(1, MAX_ROUNDS + 1):
             before = dict(gauge.elements)
             steps: list[SiteTensors | None] = [*self.sites.values(), None]
@@ -103,7 +104,9 @@ class WeightMatching:
                 gauge = with_matches(gauge, found)
             if gauge.elements == before:
                 break
-        return gauge, rounds
+        settled = gauge.elements == before
+        provenance = {**gauge.provenance, "rounds": rounds, "settled": settled}
+        return replace(gauge, provenance=provenance)
 
     def inner_product(self, gauge: Gauge) -> float:
         """The inner product of the moved source and the target over all weights: what rises."""

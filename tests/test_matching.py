@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from signed_align import Objective, SignedPermutation
-from signed_align.groups import Within
 from signed_align.errors import GaugeError
+from signed_align.groups import Within
 from signed_align.matching import Correlation, match
 
 SIZE = 40

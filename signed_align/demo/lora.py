@@ -94,8 +94,10 @@ def make_task(reviews: Sequence[RatedText], tokenizer: Any, seed: int) -> Task:
     )
 
 
-def train_lora(checkpoint: Checkpoint, task: Task, out: Path, seed: int) -> dict[str, Any]:
-    """Train a LoRA on readers and writers of the upper half of the blocks, and save it.
+def train_lora(
+    checkpoint: Checkpoint, task: Task, out: Path, seed: int, targets: Sequence[str] = TARGETS
+) -> dict[str, Any]:
+    """Train a LoRA on the ``targets`` of the upper half of the blocks, and save it.
 
     Returns the number of steps and the loss at the end (mean of the last quarter).
     """
@@ -113,7 +115,7 @@ def train_lora(checkpoint: Checkpoint, task: Task, out: Path, seed: int) -> dict
         LoraConfig(
             r=8,
             lora_alpha=16,
-            target_modules=list(TARGETS),
+            target_modules=list(targets),
             layers_to_transform=list(range(depth // 2 - 1, depth)),
             task_type="CAUSAL_LM",
         ),
