@@ -81,8 +81,9 @@ def prove(config: Any) -> tuple[Chart, Proof]:
     with quiet():
         bench, chart = _discovered(config)
         chart = replace(chart, unproved=_unexercised(bench, chart))
+        proof = verify(chart, bench)
         chart, unread = _with_stored(chart, bench)
-        proof = replace(verify(chart, bench), unread=unread)
+        proof = replace(proof, unread=unread)
     if not proof.holds:
         raise ChartError(
             f"the chart of {config.model_type} models does not hold: the logits of a miniature "
@@ -267,7 +268,18 @@ def _disagreeing(chart: Chart, bench: Bench, saved: Mapping[str, Tensor]) -> set
     spaces = chart.spaces({name: tuple(tensor.shape) for name, tensor in known.items()})
     gauge = Gauge(chart.random_gauge(spaces, seed=12, kinds=chart.kinds))
     origin = functools.partial(chart.origin, gauge=gauge)
-    state = {name: tensor for name, tensor in bench.state.items() if _labelled(chart, name, tensor)}
+    stored = {without_prefixes(name, chart.prefixes) for name in saved}
+    distinct: dict[int, str] = {}  # of names that share a tensor, the one that is stored
+    stored_first = sorted(
+        bench.state, key=lambda name: without_prefixes(name, chart.prefixes) not in stored
+    )
+    for name in stored_first:
+        distinct.setdefault(bench.state[name].data_ptr(), name)
+    state = {
+        name: bench.state[name]
+        for name in distinct.values()
+        if _labelled(chart, name, bench.state[name])
+    }
     kept = {name: tensor.clone() for name, tensor in state.items()}
     moved = transport_all(kept, chart.axes, gauge, origin)
     with torch.no_grad():
