@@ -8,7 +8,7 @@ OUT    ?= demo-out
 bin   := $(VENV)/bin
 stamp := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint benchmarks clean
+.PHONY: demo test test-slow lint benchmarks clean docs/support.md
 
 demo: $(stamp)
 	$(bin)/signed-align demo --out $(OUT)
@@ -33,6 +33,13 @@ lint: $(stamp)
 benchmarks: $(stamp)
 	$(bin)/python benchmarks/apply.py
 	$(bin)/python benchmarks/merge.py
+	$(bin)/python benchmarks/spaces.py
+	$(bin)/python benchmarks/seeds.py
+
+# The table of proved models.
+docs/support.md: $(stamp)
+	$(bin)/signed-align support --quiet --markdown > build-support.md
+	mv build-support.md $@
 
 $(stamp): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common import record
+from common import RESULTS, record
 from mergekit.options import MergeOptions
 
 from signed_align import Checkpoint, Gauge, merge, port, recover, scramble
@@ -114,11 +114,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--work", type=Path, help="keep what is made in this new directory")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = arguments.work or Path(folder) / "work"
         work.mkdir(parents=True)
-        record("spaces", measure(work, arguments.seed))
+        record("spaces", measure(work, arguments.seed), arguments.results)
 
 
 if __name__ == "__main__":

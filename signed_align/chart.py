@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -23,6 +23,9 @@ from signed_align.gauge import Gauge
 from signed_align.groups import Group, Within
 from signed_align.labels import Axes, Axis, Fused, Label, Section
 from signed_align.signed_permutation import SignedPermutation
+
+if TYPE_CHECKING:
+    from signed_align.proof import Proof
 
 RESIDUAL = Axis("residual")
 VOCABULARY = Axis("vocabulary", signed=False)
@@ -171,6 +174,8 @@ class Chart:
         Patterns of labelled weights that the proof did not exercise: they are refused.
     buffers : frozenset of str
         Patterns of constants that the class computes and a checkpoint may hold.
+    settings : mapping
+        The config the chart is bound to.
 
     Examples
     --------
@@ -190,6 +195,7 @@ class Chart:
     stored: Mapping[str, StoredTensor] = field(default_factory=dict)
     unproved: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
+    settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def for_model(cls, model_type: str, hidden_size: int | None = None, **settings: Any) -> Chart:
@@ -211,6 +217,24 @@ class Chart:
         from signed_align.proof import proved_chart
 
         return proved_chart(config)
+
+    def verify(self, seed: int = 11) -> Proof:
+        """Prove the chart again: move a random miniature of its class by a random gauge.
+
+        Parameters
+        ----------
+        seed : int
+            Chooses the element of the native group in every space.
+
+        Returns
+        -------
+        Proof
+            Its ``holds`` says whether the function stayed, and whether the native group is as
+            small as the chart says. Raises SignedAlignError if the labels do not even fit.
+        """
+        from signed_align.proof import verify_again
+
+        return verify_again(self, seed)
 
     def residual_alone(self) -> Chart:
         """The chart without the spaces of sites, for when a model's config is not known."""

@@ -188,6 +188,17 @@ def _double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
+def verify_again(chart: Chart, seed: int) -> Proof:
+    """As :meth:`Chart.verify`."""
+    from transformers import AutoConfig
+
+    settings = {name: value for name, value in chart.settings.items() if name != "model_type"}
+    with quiet():
+        bench, _ = _discovered(AutoConfig.for_model(chart.model_type, **settings))
+        small = replace(chart, dimensions=Dimensions.of(text_config(bench.model.config)))
+        return verify(small, bench, seed)
+
+
 def _labelled(chart: Chart, name: str, tensor: Tensor) -> bool:
     try:
         chart.axes(name, tensor.shape)
@@ -335,7 +346,9 @@ def proved_chart(config: Any) -> Chart:
             raise ChartError(f"{config.model_type} models have no chart: {error}") from error
         chart_cache.store(key, chart)
     _CHARTS[key] = chart
-    return replace(chart, dimensions=Dimensions.of(text_config(config)))
+    return replace(
+        chart, dimensions=Dimensions.of(text_config(config)), settings=config.to_dict()
+    )
 
 
 _CHARTS: dict[str, Chart] = {}

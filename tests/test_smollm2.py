@@ -1,6 +1,9 @@
 """The main job on a real model: what the demo on SmolLM2-135M has to show."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +97,26 @@ def test_a_second_demo_replaces_the_first_and_nothing_else(tmp_path):
     with pytest.raises(CheckpointError, match="exists already"):
         run_demo(out=tmp_path)
     assert (tmp_path / "precious").read_text() == "x"
+
+
+def test_every_space_at_once(tmp_path):
+    """Residual stream, MLPs and heads scrambled together, as the benchmark measures it."""
+    script = Path(__file__).parents[1] / "benchmarks" / "spaces.py"
+    subprocess.run(
+        [sys.executable, script, "--results", tmp_path], check=True, stdout=subprocess.DEVNULL
+    )
+    result = json.loads((tmp_path / "spaces.json").read_text())
+    for method in ("activations", "weights"):
+        kinds = result["recovery"][method]
+        assert set(kinds) == {"residual", "mlp", "heads", "values", "keys"}
+        for kind, entry in kinds.items():
+            assert entry["permutation_accuracy"] == 1.0, (method, kind)
+            assert entry["sign_accuracy"] == 1.0, (method, kind)
+            assert entry["least_margin"] > 0, (method, kind)
+    assert result["barrier_nats"]["straight"] > 1
+    assert result["barrier_nats"]["residual alone"] > 0.1
+    assert result["barrier_nats"]["all spaces"] < 0.005
+    assert abs(result["merge_above_chord_nats"]) < 0.005
+    accuracy = result["lora"]["accuracy"]
+    assert accuracy["home"] >= 0.8
+    assert accuracy["ported in all spaces"] == pytest.approx(accuracy["home"], abs=1.01 / 200)
