@@ -8,7 +8,7 @@ from typing import Any
 
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import SignedAlignError
-from signed_align.gauge import Gauge
+from signed_align.gauge import Gauge, by_kind
 from signed_align.labels import Axes, Axis, Label
 
 
@@ -21,8 +21,9 @@ def inspect(thing: str) -> tuple[dict[str, Any], list[str]]:
 
     path = Path(thing)
     if path.is_file():
-        summary = Gauge.load(path).summary()
-        return {"kind": "gauge", **summary}, _gauge_lines(summary)
+        gauge = Gauge.load(path)
+        summary, kinds = gauge.summary(), by_kind(gauge)
+        return {"kind": "gauge", "kinds": kinds, **summary}, _gauge_lines(summary, kinds)
     family = recognise(path) if path.is_dir() else None
     if family is not None:
         details = family.inspect(path)
@@ -127,7 +128,7 @@ def _axes_text(axes: Axes) -> str:
     return f"({', '.join(words)})"
 
 
-def _gauge_lines(summary: dict[str, Any]) -> list[str]:
+def _gauge_lines(summary: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> list[str]:
     lines = ["gauge"]
     for end in ("source", "target"):
         model = summary[end]
@@ -136,10 +137,12 @@ def _gauge_lines(summary: dict[str, Any]) -> list[str]:
             if model
             else f"  {end:10} not recorded"
         )
-    for space, entry in summary["spaces"].items():
+    for kind, entry in kinds.items():
+        spaces = f" in {entry['spaces']} spaces" if entry["spaces"] > 1 else ""
         lines.append(
-            f"  {space:10} {entry['size']} coordinates, {entry['fixed_point_fraction']:.3f} "
-            f"unmoved, {entry['positive_sign_fraction']:.3f} with sign +1"
+            f"  {kind:10} {entry['coordinates']} coordinates{spaces}, "
+            f"{entry['fixed_point_fraction']:.3f} unmoved, "
+            f"{entry['positive_sign_fraction']:.3f} with sign +1"
         )
         if "margin" in entry:
             quantiles = "  ".join(f"{name} {value:.3f}" for name, value in entry["margin"].items())
