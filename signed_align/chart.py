@@ -29,8 +29,14 @@ if TYPE_CHECKING:
 
 RESIDUAL = Axis("residual")
 VOCABULARY = Axis("vocabulary", signed=False)
-HEAD_SPACES = ("heads", "values", "keys")
-"""What ``--spaces heads`` means: whole heads, coordinates of V with O, coordinates of Q with K."""
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "residual": ("residual",),
+    "mlp": ("mlp",),
+    "experts": ("experts", "mlp"),
+    "heads": ("heads", "values", "keys", "nopes"),
+    "ssm": ("ssm",),
+}
+"""The kinds of spaces that go together when a user names one: heads move with what is in them."""
 
 
 OLD_BUFFERS = re.compile(
@@ -439,7 +445,7 @@ class Chart:
 
     def _factors(self, layout: Layout, sizes: Sequence[int]) -> dict[str, int] | None:
         parts = [(*layout.outer, *part.factors) for part in layout.parts]
-        known = {layout.outer[0]: sizes[0]} if len(sizes) > 1 else {}
+        known = {layout.outer[0]: sizes[0]} if layout.outer and len(sizes) > 1 else {}
         return self.dimensions.solve(parts, math.prod(sizes), known, part=layout.only)
 
     def _fused(self, layout: Layout, sizes: Mapping[str, int], numbers: Sequence[str]) -> Label:
@@ -557,6 +563,23 @@ class Chart:
             if reason:
                 raise GaugeError(f"the gauge {reason} (space {space!r}).")
             self._require_agreement(space, element, group, moved)
+        self._require_whole_sites(gauge, moved)
+
+    def _require_whole_sites(self, gauge: Gauge, moved: Mapping[str, torch.Tensor]) -> None:
+        """Raise if heads or experts move in some spaces of a site and not in its others."""
+        for path, blocks in moved.items():
+            if torch.equal(blocks, torch.arange(len(blocks))):
+                continue
+            for pattern, site in self.sites.items():
+                if not _as_regex(pattern).fullmatch(path):
+                    continue
+                for kind, form in site.spaces.items():
+                    blocked = kind == "experts" or len(form.factors) > 1
+                    if blocked and f"{kind}:{path}" not in gauge.elements:
+                        raise GaugeError(
+                            f"the gauge moves the heads or experts of {path}, but has no element "
+                            f"for its {kind}, which must move with them."
+                        )
 
     def _require_agreement(
         self, space: str, element: SignedPermutation, group: Group, moved: dict[str, torch.Tensor]
@@ -595,25 +618,37 @@ class Chart:
         wanted = (RESIDUAL.space,) if kinds is None else kinds
         elements: dict[str, SignedPermutation] = {}
         blocks: dict[str, torch.Tensor] = {}
+        experts_moved: set[str] = set()
         # experts first: the units inside them move with them
         for space in sorted(spaces.values(), key=lambda space: space.kind != "experts"):
-            if space.kind not in wanted:
-                continue
             path = space.name.partition(":")[2]
+            if space.kind not in wanted:
+                if path in experts_moved:
+                    inner = torch.arange(space.group.block_size)
+                    perm = blocks[path][:, None] * space.group.block_size + inner
+                    elements[space.name] = SignedPermutation(
+                        perm.reshape(-1), torch.ones(space.group.size, dtype=torch.int8)
+                    )
+                continue
             if space.kind == "residual":
                 elements[space.name] = space.group.random(generator, signed=signed)
                 continue
             if path not in blocks and space.group.blocks > 1 and space.kind != "experts":
-                parent = spaces.get(f"experts:{path}")
+                whole = all(
+                    other.kind in wanted
+                    for other in spaces.values()
+                    if other.name.partition(":")[2] == path
+                )
                 blocks[path] = (
-                    torch.arange(space.group.blocks)
-                    if parent is not None and parent.kind not in wanted
-                    else space.group.random_blocks(generator)
+                    space.group.random_blocks(generator)
+                    if whole
+                    else torch.arange(space.group.blocks)
                 )
             own = None if space.kind == "experts" else blocks.get(path)
             elements[space.name] = space.group.random(generator, signed=signed, block_perm=own)
             if space.kind == "experts":
                 blocks[path] = elements[space.name].perm
+                experts_moved.add(path)
         return elements
 
 

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from signed_align.chart import HEAD_SPACES, RESIDUAL, Chart, Space
+from signed_align.chart import CHOICES, RESIDUAL, Chart, Space
 from signed_align.errors import (
     ChartError,
     CheckpointError,
@@ -305,12 +305,13 @@ def require_kinds(chart: Chart, spaces: Sequence[str]) -> tuple[str, ...]:
     """The kinds of spaces that a user's list means; raises ChartError for one the chart lacks."""
     kinds: dict[str, None] = {}
     for name in spaces:
-        members = {"all": chart.kinds, "heads": HEAD_SPACES}.get(name, (name,))
+        members = chart.kinds if name == "all" else CHOICES.get(name, ())
         present = [kind for kind in members if kind in chart.kinds]
         if not present:
+            proved = [choice for choice in CHOICES if set(CHOICES[choice]) & set(chart.kinds)]
             raise ChartError(
-                f"no {name!r} space is proved for {chart.model_type} models; proved are "
-                f"{', '.join(chart.kinds)}."
+                f"{name!r} names no spaces that are proved for {chart.model_type} models; choose "
+                f"from {', '.join([*proved, 'all'])}."
             )
         kinds |= dict.fromkeys(present)
     return tuple(kinds)

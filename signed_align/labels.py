@@ -241,13 +241,13 @@ def transport(
             tensor = element.apply(tensor, position, signed=label.signed, part=part)
             sliced = sliced or not position
             continue
-        covered = [place for place, other in enumerate(axes) if other == label][: label.span]
-        if position != covered[0]:
-            continue
         element = label.element(gauge.elements)
         if label.span == 1:
             tensor = element.apply(tensor, position, part=slice(None) if position else rows)
             sliced = sliced or not position
+            continue
+        covered = [place for place, other in enumerate(axes) if other == label][: label.span]
+        if position != covered[0]:
             continue
         places = tuple(range(label.span))
         front = tensor.movedim(tuple(covered), places)

@@ -277,7 +277,7 @@ _SIZES_OF_TYPE: Mapping[str, Mapping[str, int]] = {
     # a head of 8, of which a quarter or three quarters are rotated in whole planes
     "phi3": {"num_attention_heads": 6},
     "phi4_multimodal": {"num_attention_heads": 6},
-    "gpt_neox": {"num_attention_heads": 6},
+    "gpt_neox": {"num_attention_heads": 3},
     "stablelm": {"num_attention_heads": 6},
     "got_ocr2_vision": {"image_size": 64, "output_channels": 24},
     "phi4_multimodal_audio": {

@@ -30,6 +30,7 @@ from signed_align.gauge import Gauge
 from signed_align.groups import Within
 from signed_align.labels import transport_all
 from signed_align.miniature import VOCABULARY, miniature_config, miniature_model
+from signed_align.progress import libraries_silent
 from signed_align.signed_permutation import SignedPermutation
 from signed_align.storage import stored_tensors
 
@@ -97,6 +98,16 @@ def verify(chart: Chart, bench: Bench, seed: int = 11) -> Proof:
     state = {name: tensor for name, tensor in bench.state.items() if _labelled(chart, name, tensor)}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     spaces = chart.spaces(shapes)
+    indexed = {
+        space.partition(":")[0]
+        for name, shape in shapes.items()
+        for label in chart.axes(name, shape)
+        if label is not None
+        for space in label.spaces
+    }
+    if not set(chart.kinds) <= indexed:
+        missing = ", ".join(sorted(set(chart.kinds) - indexed))
+        raise ChartError(f"no weight of {chart.model_type} models indexes {missing}")
     elements = chart.random_gauge(spaces, seed=seed, kinds=chart.kinds)
 
     def change(elements: Mapping[str, SignedPermutation]) -> float:
@@ -268,7 +279,7 @@ def _with_stored(chart: Chart, bench: Bench) -> tuple[Chart, tuple[str, ...]]:
 
 def _saved(bench: Bench) -> dict[str, Tensor]:
     """What a checkpoint of the miniature holds, as its class saves it."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, libraries_silent():
         bench.model.save_pretrained(folder, max_shard_size="10GB")
         return load_file(Path(folder) / "model.safetensors")
 
@@ -335,20 +346,20 @@ def proved_chart(config: Any) -> Chart:
     """As :meth:`Chart.of`: from the cache, or discovered and proved now."""
     try:
         small = miniature_config(config)
-    except ChartError as error:
-        raise ChartError(f"{config.model_type} models have no chart: {error}") from error
+    except Exception as error:  # classes refuse sizes in ways of their own
+        raise ChartError(f"{config.model_type} models have no chart: {one_line(error)}") from error
     key = _key(config, small)
     chart = _CHARTS.get(key) or chart_cache.load(key)
     if chart is None:
         try:
             chart, _ = prove(config)
-        except ChartError as error:
-            raise ChartError(f"{config.model_type} models have no chart: {error}") from error
+        except Exception as error:  # and fail in them
+            raise ChartError(
+                f"{config.model_type} models have no chart: {one_line(error)}"
+            ) from error
         chart_cache.store(key, chart)
     _CHARTS[key] = chart
-    return replace(
-        chart, dimensions=Dimensions.of(text_config(config)), settings=config.to_dict()
-    )
+    return replace(chart, dimensions=Dimensions.of(text_config(config)), settings=config.to_dict())
 
 
 _CHARTS: dict[str, Chart] = {}

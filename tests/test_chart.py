@@ -374,8 +374,11 @@ def test_a_twin_in_every_space_computes_the_same_and_moves_back(tmp_path, model_
 
 def test_experts_change_places_between_keys_and_files(tmp_path):
     moe_model("mixtral").save_pretrained(tmp_path / "source", max_shard_size="60KB")
-    gauge = scramble(tmp_path / "source", tmp_path / "twin", seed=4, spaces=["experts"])
-    before, after = Checkpoint.open(tmp_path / "source"), Checkpoint.open(tmp_path / "twin")
+    before = Checkpoint.open(tmp_path / "source")
+    elements = before.chart.random_gauge(before.spaces, seed=4, kinds=["experts"])
+    gauge = Gauge(elements, source=before.identity)
+    apply(gauge, tmp_path / "source", tmp_path / "twin")
+    after = Checkpoint.open(tmp_path / "twin")
     key = "model.layers.{}.block_sparse_moe.experts.{}.w2.weight"
     files = set()
     for layer in (0, 1):
