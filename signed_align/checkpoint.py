@@ -307,8 +307,10 @@ def require_kinds(chart: Chart, spaces: Sequence[str]) -> tuple[str, ...]:
     for name in spaces:
         members = chart.kinds if name == "all" else CHOICES.get(name, ())
         present = [kind for kind in members if kind in chart.kinds]
-        if not present:
+        if not present or (name == "experts" and name not in present):
             proved = [choice for choice in CHOICES if set(CHOICES[choice]) & set(chart.kinds)]
+            if "experts" not in chart.kinds:
+                proved.remove("experts")
             raise ChartError(
                 f"{name!r} names no spaces that are proved for {chart.model_type} models; choose "
                 f"from {', '.join([*proved, 'all'])}."

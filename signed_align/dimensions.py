@@ -66,7 +66,7 @@ class Dimensions:
             for group in groups or [head]:
                 if not head or not group or head % group:
                     continue
-                for size in sizes or ([width // head] if width % head == 0 else []):
+                for size in sizes or [width // head]:
                     for value in [*value_sizes, size]:
                         one = {"kv": group, "query": head // group, "key": size, "value": value}
                         if {**shared, **one} not in candidates:

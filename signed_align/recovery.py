@@ -120,7 +120,7 @@ def recover(
     if method == "weights":
         if text is not None or layers is not None:
             raise GaugeError("text and layers have no part in recovering a gauge from weights.")
-        return recover_by_weights(start, end, Objective(objective), kinds)
+        return recover_by_weights(start, end, Objective(objective), spaces)
     sentences = sentences_of(text)
     (evidence,) = evidence_from_activations(
         start,
