@@ -436,6 +436,8 @@ class Chart:
                     raise self._misfit(name, shape, axes)
                 bound.append(axis)
                 continue
+            if axis.site not in self.sites:
+                raise ChartError(f"{name!r} lies in a part of the model that had no proof.")
             covered = [place for place, other in enumerate(axes) if other == axis][: axis.span]
             factors = self._factors(axis, [shape[place] for place in covered])
             if factors is None:

@@ -304,6 +304,8 @@ def scramble(
 def require_kinds(chart: Chart, spaces: Sequence[str]) -> tuple[str, ...]:
     """The kinds of spaces that a user's list means; raises ChartError for one the chart lacks."""
     kinds: dict[str, None] = {}
+    if not spaces:
+        raise ChartError(f"no spaces are named; choose from {', '.join([*CHOICES, 'all'])}.")
     for name in spaces:
         members = chart.kinds if name == "all" else CHOICES.get(name, ())
         present = [kind for kind in members if kind in chart.kinds]

@@ -271,6 +271,8 @@ def gauge_command(
     require_free(out, directory=False, force=force, inputs=_directories(source, target))
     true_gauge = Gauge.load(truth) if truth is not None else None
     if true_gauge is not None:
+        if "residual" not in true_gauge.elements:
+            raise SignedAlignError(f"the gauge in {truth} does not move the residual stream.")
         true_gauge.require_source(Checkpoint.open(source).identity)
         true_gauge.require_target(Checkpoint.open(target).identity)
     gauge = recover(
@@ -388,7 +390,7 @@ def merge_command(recipe: Path, out: Path, force: bool, **options: Any) -> Repor
     if result["reference"]:
         lines.append(f"  coordinates of {result['reference']}")
     for gauge in result["gauges"]:
-        residual = gauge["spaces"]["residual"]
+        residual = gauge["spaces"].get("residual", {})
         margin = f", margin {_quantiles(residual['margin'])}" if "margin" in residual else ""
         lines.append(f"  aligned from {gauge['source']['name']}{margin}")
     return Report(result, lines)
@@ -516,6 +518,8 @@ def support_command(types: tuple[str, ...], as_markdown: bool) -> Report:
     """Prove the charts of transformers' causal language models, or of the model TYPES given."""
     from signed_align.support import markdown, model_types, table
 
+    if types and as_markdown:
+        raise SignedAlignError("--markdown writes the page of all types; name none.")
     unknown = sorted(set(types) - set(model_types()))
     if unknown:
         raise SignedAlignError(

@@ -96,11 +96,7 @@ class Bench:
     def __init__(self, model: Any, inputs: Mapping[str, Tensor]) -> None:
         self.model = model
         self.inputs = dict(inputs)
-        self.state: dict[str, Tensor] = {
-            name: tensor
-            for name, tensor in model.state_dict().items()
-            if isinstance(tensor, Tensor)
-        }
+        self.state = _distinct(model.state_dict())
         self.before = self.output()
         if not bool(torch.isfinite(self.before).all()) or float(self.before.abs().max()) == 0:
             raise ChartError("the miniature's logits are not finite, so nothing can be proved")
@@ -115,6 +111,7 @@ class Bench:
 
         ``moved`` maps state-dict names to new values. The model is left as it was.
         """
+        self._require_ties(moved)
         kept = {name: self.state[name].clone() for name in moved}
         try:
             with torch.no_grad():
@@ -129,6 +126,14 @@ class Bench:
             return float("inf")
         return float((after - self.before).abs().max() / self.before.abs().max())
 
+    def _require_ties(self, moved: Mapping[str, Tensor]) -> None:
+        """Raise if one tensor would get two values, under the names that share it."""
+        first: dict[int, str] = {}
+        for name, tensor in moved.items():
+            other = first.setdefault(self.state[name].data_ptr(), name)
+            if not torch.equal(moved[other], tensor):
+                raise ChartError(f"{other} and {name} are one tensor with two different labels")
+
     def to(self, dtype: torch.dtype) -> None:
         """Go on in another floating-point dtype."""
         self.model = self.model.to(dtype)
@@ -136,8 +141,19 @@ class Bench:
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in self.inputs.items()
         }
-        self.state = dict(self.model.state_dict())
+        self.state = _distinct(self.model.state_dict())
         self.before = self.output()
+
+
+def _distinct(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A state dict's tensors, without those that a later layer shares with an earlier one."""
+    found: dict[str, Tensor] = {}
+    seen: set[tuple[int, str]] = set()
+    for name, tensor in state.items():
+        if isinstance(tensor, Tensor) and (tensor.data_ptr(), star(name)) not in seen:
+            seen.add((tensor.data_ptr(), star(name)))
+            found[name] = tensor
+    return found
 
 
 class Discovery:
@@ -559,7 +575,10 @@ class Discovery:
                 ),
                 group,
             )  # fmt: skip
-            final = self._attention_site(values, keys, labels)
+            nopes = self._first_that_holds(
+                labels, site, "nopes", ("kv", "nope"), ((Within.SIGNED_PERMUTATION, ""),), group
+            )
+            final = self._attention_site(values, keys, labels, nopes)
             final = replace(final, blocks_move=heads_move)
             if not heads_move:
                 final = replace(
@@ -578,7 +597,11 @@ class Discovery:
         self.draft.axes.update(labels)
 
     def _attention_site(
-        self, values: Form | None, keys: Form | None, labels: Mapping[str, Templates]
+        self,
+        values: Form | None,
+        keys: Form | None,
+        labels: Mapping[str, Templates],
+        nopes: Form | None = None,
     ) -> Site:
         used = {
             factor
@@ -592,7 +615,7 @@ class Discovery:
             "heads": Form(("kv", "query"), Within.PERMUTATION),
             "values": values or Form(("kv", "value"), Within.NOTHING),
             "keys": keys or Form(("kv", "key"), Within.NOTHING),
-            "nopes": Form(("kv", "nope"), Within.NOTHING),
+            "nopes": nopes or Form(("kv", "nope"), Within.NOTHING),
         }
         return Site({kind: form for kind, form in forms.items() if set(form.factors) <= used})
 

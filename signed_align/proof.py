@@ -7,12 +7,13 @@ larger than it claims, and which weights had no part in it: those are refused.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from signed_align import chart_cache
-from signed_align.chart import Chart, star, without_prefixes
+from signed_align.chart import Chart, Layout, star, without_prefixes
 from signed_align.dimensions import Dimensions
 from signed_align.discovery import TOLERANCE, Bench, Discovery, quiet, text_config
 from signed_align.errors import ChartError, one_line
@@ -79,9 +80,9 @@ def prove(config: Any) -> tuple[Chart, Proof]:
     ChartError
         With the reason: the class cannot be built or run, or no symmetry was found.
     """
-    with quiet():
+    with quiet(), _one_thread():
         bench, chart = _discovered(config)
-        chart = replace(chart, unproved=_unexercised(bench, chart))
+        chart = _without_unproved_sites(replace(chart, unproved=_unexercised(bench, chart)))
         proof = verify(chart, bench)
         chart, unread = _with_stored(chart, bench)
         proof = replace(proof, unread=unread)
@@ -91,6 +92,17 @@ def prove(config: Any) -> tuple[Chart, Proof]:
             f"change by {max(proof.changes.values()):.1e}"
         )
     return replace(chart, dimensions=Dimensions.of(text_config(config))), proof
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run miniatures on one thread: on matrices this small, more only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def verify(chart: Chart, bench: Bench, seed: int = 11) -> Proof:
@@ -204,7 +216,7 @@ def verify_again(chart: Chart, seed: int) -> Proof:
     from transformers import AutoConfig
 
     settings = {name: value for name, value in chart.settings.items() if name != "model_type"}
-    with quiet():
+    with quiet(), _one_thread():
         bench, _ = _discovered(AutoConfig.for_model(chart.model_type, **settings))
         small = replace(chart, dimensions=Dimensions.of(text_config(bench.model.config)))
         return verify(small, bench, seed)
@@ -227,6 +239,8 @@ def _unexercised(bench: Bench, chart: Chart) -> frozenset[str]:
         parameter.grad = None
     bench.model(**bench.inputs).logits.square().sum().backward()
     for name, parameter in parameters.items():
+        if name not in bench.state:
+            continue
         pattern = chart.pattern(name)
         used = parameter.grad is not None and bool((parameter.grad != 0).any())
         labelled = any(axis is not None for axis in chart.axes(name, parameter.shape))
@@ -239,6 +253,21 @@ def _unexercised(bench: Bench, chart: Chart) -> frozenset[str]:
         pattern
         for pattern, used in reached.items()
         if not used and not _matters(bench, chart, pattern)
+    )
+
+
+def _without_unproved_sites(chart: Chart) -> Chart:
+    """The chart without sites all of whose weights are unproved: what they need never ran."""
+    proved = {
+        axis.site
+        for pattern, label in chart.modules.items()
+        for parameter, axes in label.parameters.items()
+        if f"{pattern}.{parameter}" not in chart.unproved
+        for axis in axes
+        if isinstance(axis, Layout)
+    }
+    return replace(
+        chart, sites={site: form for site, form in chart.sites.items() if site in proved}
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,6 +121,11 @@ def recover(
         if text is not None or layers is not None:
             raise GaugeError("text and layers have no part in recovering a gauge from weights.")
         return recover_by_weights(start, end, Objective(objective), spaces)
+    if method == "both" and len(kinds) == 1:
+        raise GaugeError(
+            "activations and weights together are for spaces beside the residual stream; name more "
+            "spaces, or choose one of the two."
+        )
     sentences = sentences_of(text)
     (evidence,) = evidence_from_activations(
         start,
@@ -150,7 +155,9 @@ def recover(
             else matching.match(site, gauge)
         )
         gauge = with_matches(gauge, matches)
-    return matching.run(gauge) if method == "both" else gauge
+    if method == "activations":
+        return gauge
+    return matching.run(replace(gauge, provenance={**gauge.provenance, "method": method}))
 
 
 def recover_by_weights(

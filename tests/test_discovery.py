@@ -37,7 +37,7 @@ LEARNT_POSITIONS = {**ATTENTION, "keys": SIGNED, "mlp": PERMUTED}
 EXPECTED = {
     "bloom": (LAYER, {"values": SIGNED, "keys": SIGNED, "mlp": PERMUTED}),
     "cohere": (LAYER, {**GATED, "keys": INTERLEAVED}),
-    "deepseek_v3": (RMS, {**ATTENTION, "experts": PERMUTED, "mlp": SIGNED}),
+    "deepseek_v3": (RMS, {**ATTENTION, "nopes": SIGNED, "experts": PERMUTED, "mlp": SIGNED}),
     "falcon": (LAYER, PLAIN),
     "falcon_h1": (RMS, GATED),
     "gemma": (RMS, GATED),
@@ -45,7 +45,7 @@ EXPECTED = {
     "gemma3_text": (RMS, GATED),
     "gpt2": (LAYER, LEARNT_POSITIONS),
     "gpt_neox": (LAYER, PLAIN),
-    "gpt_oss": (RMS, {**ROTARY, "mlp": PERMUTED}),
+    "gpt_oss": (RMS, {**ROTARY, "experts": PERMUTED, "mlp": PERMUTED}),
     "gptj": (LAYER, {**PLAIN, "keys": INTERLEAVED}),
     "granite": (RMS, GATED),
     "granitemoe": (RMS, EXPERTS),

@@ -100,7 +100,7 @@ def test_every_registered_method_has_an_aligned_variant():
         inner, aligned = get(name).spec, get(f"signed_align_{name}").spec
         assert aligned.parameters[: len(inner.parameters)] == inner.parameters
         added = [parameter.name for parameter in aligned.parameters[len(inner.parameters) :]]
-        assert added == ["gauge", "objective", "reference"]
+        assert added == ["gauge", "objective", "spaces", "reference"]
         assert aligned.contract == inner.contract
     assert get("signed_align").inner is get("linear")
 
@@ -212,9 +212,9 @@ def test_a_gauge_is_computed_once_whatever_thread_asks(family, monkeypatch):
     from mergekit.common import ModelReference
 
     calls = []
-    original = GAUGES.__class__.gauge.__globals__["evidence_from_weights"]
+    original = GAUGES.__class__.gauge.__globals__["recover_by_weights"]
     monkeypatch.setattr(
-        "signed_align.merge_methods.align.evidence_from_weights",
+        "signed_align.merge_methods.align.recover_by_weights",
         lambda *models: calls.append(models) or original(*models),
     )
     GAUGES.forget()
@@ -222,7 +222,7 @@ def test_a_gauge_is_computed_once_whatever_thread_asks(family, monkeypatch):
 
     def ask():
         ends = GAUGES.checkpoint(twin), GAUGES.checkpoint(base)
-        GAUGES.gauge(*ends, None, "sign_marginalized")
+        GAUGES.gauge(*ends, None, "sign_marginalized", "residual")
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
