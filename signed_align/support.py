@@ -15,6 +15,10 @@ OBSTACLES = {
     "gemma4_assistant": "transformers itself refuses the default config of the class",
     "blt": "its byte patches are cut where a second model is unsure, so streams of three widths "
     "are joined, and no labels of them were found",
+    "dory": "its layers interpolate between points of the unit sphere and run in loops, and no "
+    "labels were found under which that stays the same",
+    "inkling2_loop_text": "its loops exchange messages through learnt queries, for which no labels "
+    "were found",
     "reformer": "its residual stream is two streams that are added in turn, and its positions are "
     "two tables for two parts of the coordinates",
     "roc_bert": "its embedding joins word, sound and shape vectors and maps them to the stream; "
