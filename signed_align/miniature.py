@@ -324,6 +324,7 @@ _SIZES_OF_TYPE: Mapping[str, Mapping[str, int]] = {
         "shape_embed_dim": 28,
     },
     "rwkv": {"attention_hidden_size": WIDTH},
+    "paligemma": {"projection_dim": WIDTH},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "ffn_round_up_to_multiple_of": 4},
     "musicgen_decoder": {"num_codebooks": 2},
     "musicgen_melody_decoder": {"num_codebooks": 2},
@@ -346,6 +347,7 @@ _TOWER_SIZES: Mapping[str, int] = {
     "intermediate_size": 60,
     "mlp_dim": 60,
     "image_size": 64,
+    "projection_dim": WIDTH,
 }
 # Other settings of particular types.
 _SETTINGS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {

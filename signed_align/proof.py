@@ -231,7 +231,14 @@ def _labelled(chart: Chart, name: str, tensor: Tensor) -> bool:
 
 
 def _unexercised(bench: Bench, chart: Chart) -> frozenset[str]:
-    """Patterns of labelled weights that no gradient reaches in any layer."""
+    """Patterns of weights that had no part in the proof, in any layer.
+
+    A weight without a label is of no concern if it has no part in the function. Where a class
+    sees or hears and was run on text alone, nothing can be said of the weights for that.
+    """
+    config = bench.model.config
+    senses = {name for name in config.sub_configs if "text" not in name}
+    blind = bool(senses) and not (senses == {"vision_config"} and "pixel_values" in bench.inputs)
     reached: dict[str, bool] = {}
     parameters = dict(bench.model.named_parameters(remove_duplicate=False))
     for parameter in parameters.values():
@@ -244,7 +251,7 @@ def _unexercised(bench: Bench, chart: Chart) -> frozenset[str]:
         pattern = chart.pattern(name)
         used = parameter.grad is not None and bool((parameter.grad != 0).any())
         labelled = any(axis is not None for axis in chart.axes(name, parameter.shape))
-        if labelled:
+        if labelled or blind:
             reached[pattern] = reached.get(pattern, False) or used
     for parameter in parameters.values():
         parameter.requires_grad_(False)

@@ -72,9 +72,9 @@ def entry(model_type: str) -> Entry:
     else:
         remarks = []
         if proof.unproved:
-            remarks.append(f"not reached by the proof: {', '.join(proof.unproved)}")
+            remarks.append(f"not reached by the proof: {_some(proof.unproved)}")
         if proof.unread:
-            remarks.append(f"stored in a form not understood: {', '.join(proof.unread)}")
+            remarks.append(f"stored in a form not understood: {_some(proof.unread)}")
         return Entry(
             model_type, chart.norm, chart.native_group.value, proof.spaces, None, tuple(remarks)
         )
@@ -130,6 +130,11 @@ def markdown(entries: Sequence[Entry]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _some(patterns: Sequence[str], most: int = 6) -> str:
+    rest = f" and {len(patterns) - most} more" if len(patterns) > most else ""
+    return ", ".join(patterns[:most]) + rest
 
 
 def _words(value: str | None) -> str:
