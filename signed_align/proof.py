@@ -422,15 +422,6 @@ def _key(config: Any, small: Any) -> str:
 def _sources() -> str:
     """A digest of the code that discovers and proves: its charts are no older than itself."""
     here = Path(__file__).parent
-    names = (
-        "chart",
-        "dimensions",
-        "discovery",
-        "groups",
-        "labels",
-        "miniature",
-        "proof",
-        "storage",
-    )
-    content = b"".join((here / f"{name}.py").read_bytes() for name in names)
-    return hashlib.sha256(content).hexdigest()
+    names = ("chart", "dimensions", "groups", "labels", "miniature", "proof", "storage")
+    files = [here / f"{name}.py" for name in names] + sorted((here / "discovery").glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
