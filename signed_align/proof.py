@@ -187,7 +187,9 @@ def _inputs(model: Any, images: bool) -> dict[str, Tensor]:
     vision = getattr(config, "vision_config", None)
     if vision is None or image_token is None or not images:
         return {"input_ids": tokens}
-    size = int(vision.image_size[0] if isinstance(vision.image_size, list) else vision.image_size)
+    size = int(
+        vision.image_size[0] if isinstance(vision.image_size, (list, tuple)) else vision.image_size
+    )
     pixels = torch.randn(2, 3, size, size, generator=generator)
     try:
         with torch.no_grad():
