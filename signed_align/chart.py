@@ -279,8 +279,8 @@ class Chart:
     # ---- names -------------------------------------------------------------------------------
 
     @cached_property
-    def _module_patterns(self) -> list[tuple[re.Pattern[str], str, ModuleLabel]]:
-        return [(_as_regex(pattern), pattern, label) for pattern, label in self.modules.items()]
+    def _module_patterns(self) -> list[tuple[re.Pattern[str], ModuleLabel]]:
+        return [(_as_regex(pattern), label) for pattern, label in self.modules.items()]
 
     @cached_property
     def _stored_patterns(self) -> list[tuple[re.Pattern[str], StoredTensor]]:
@@ -302,7 +302,7 @@ class Chart:
 
     def _find_module(self, path: str) -> tuple[ModuleLabel, tuple[str, ...]] | None:
         for candidate in self.bare(path):
-            for pattern, _, label in self._module_patterns:
+            for pattern, label in self._module_patterns:
                 match = pattern.fullmatch(candidate)
                 if match:
                     return label, match.groups()
@@ -311,7 +311,7 @@ class Chart:
     def _find_parameter(self, name: str) -> tuple[Templates, tuple[str, ...]] | None:
         for candidate in self.bare(name):
             path, _, parameter = candidate.rpartition(".")
-            for pattern, _, label in self._module_patterns:
+            for pattern, label in self._module_patterns:
                 match = pattern.fullmatch(path)
                 if match and parameter in label.parameters:
                     return label.parameters[parameter], match.groups()
@@ -396,6 +396,12 @@ class Chart:
             for name in names
             if (self._find_parameter(name) or (None,))[0] == (VOCABULARY, RESIDUAL)
         ]
+
+    def partners(self, names: Iterable[str], others: Iterable[str]) -> dict[str, str]:
+        """Of ``names`` those that ``others`` have too, and as what: prefixes may differ."""
+        theirs = {without_prefixes(name, self.prefixes): name for name in others}
+        bare = {name: without_prefixes(name, self.prefixes) for name in names}
+        return {name: theirs[path] for name, path in bare.items() if path in theirs}
 
     def blocks_before(self, hook: str) -> int | None:
         """How many blocks have written to the residual stream at a Hugging Face ``hook``.
@@ -494,20 +500,28 @@ class Chart:
         if space == RESIDUAL.space:
             return Group(self.width, self.native_group)
         kind, _, path = space.partition(":")
-        for pattern, site in self.sites.items():
-            if kind in site.spaces and _as_regex(pattern).fullmatch(path):
-                form = site.spaces[kind]
-                sizes = self.dimensions.solve([form.factors], size, {})
-                if sizes is None:
-                    raise ChartError(
-                        f"the space {space!r} of this {self.model_type} model does not have "
-                        f"{size} coordinates."
-                    )
-                return self._group(form, site, sizes)
-        raise ChartError(
-            f"the chart of {self.model_type} models does not cover the space {space!r} (it covers "
-            f"{', '.join(self.kinds)})."
-        )
+        site = self._site(path)
+        if site is None or kind not in site.spaces:
+            raise ChartError(
+                f"the chart of {self.model_type} models does not cover the space {space!r} (it "
+                f"covers {', '.join(self.kinds)})."
+            )
+        form = site.spaces[kind]
+        sizes = self.dimensions.solve([form.factors], size, {})
+        if sizes is None:
+            raise ChartError(
+                f"the space {space!r} of this {self.model_type} model does not have "
+                f"{size} coordinates."
+            )
+        return self._group(form, site, sizes)
+
+    @cached_property
+    def _site_patterns(self) -> list[tuple[re.Pattern[str], Site]]:
+        return [(_as_regex(pattern), site) for pattern, site in self.sites.items()]
+
+    def _site(self, path: str) -> Site | None:
+        """The site at a path, as the names of spaces have it."""
+        return next((site for regex, site in self._site_patterns if regex.fullmatch(path)), None)
 
     def _group(self, form: Form, site: Site, sizes: Mapping[str, int]) -> Group:
         counts = [sizes[factor] for factor in form.factors]
@@ -572,16 +586,14 @@ class Chart:
         for path, blocks in moved.items():
             if torch.equal(blocks, torch.arange(len(blocks))):
                 continue
-            for pattern, site in self.sites.items():
-                if not _as_regex(pattern).fullmatch(path):
-                    continue
-                for kind, form in site.spaces.items():
-                    blocked = kind == "experts" or len(form.factors) > 1
-                    if blocked and f"{kind}:{path}" not in gauge.elements:
-                        raise GaugeError(
-                            f"the gauge moves the heads or experts of {path}, but has no element "
-                            f"for its {kind}, which must move with them."
-                        )
+            site = self._site(path)
+            for kind, form in site.spaces.items() if site else ():
+                blocked = kind == "experts" or len(form.factors) > 1
+                if blocked and f"{kind}:{path}" not in gauge.elements:
+                    raise GaugeError(
+                        f"the gauge moves the heads or experts of {path}, but has no element "
+                        f"for its {kind}, which must move with them."
+                    )
 
     def _require_agreement(
         self, space: str, element: SignedPermutation, group: Group, moved: dict[str, torch.Tensor]
@@ -620,17 +632,13 @@ class Chart:
         wanted = (RESIDUAL.space,) if kinds is None else kinds
         elements: dict[str, SignedPermutation] = {}
         blocks: dict[str, torch.Tensor] = {}
-        experts_moved: set[str] = set()
         # experts first: the units inside them move with them
         for space in sorted(spaces.values(), key=lambda space: space.kind != "experts"):
             path = space.name.partition(":")[2]
             if space.kind not in wanted:
-                if path in experts_moved:
-                    inner = torch.arange(space.group.block_size)
-                    perm = blocks[path][:, None] * space.group.block_size + inner
-                    elements[space.name] = SignedPermutation(
-                        perm.reshape(-1), torch.ones(space.group.size, dtype=torch.int8)
-                    )
+                if f"experts:{path}" in elements:
+                    still = replace(space.group, within=Within.NOTHING)
+                    elements[space.name] = still.random(generator, block_perm=blocks[path])
                 continue
             if space.kind == "residual":
                 elements[space.name] = space.group.random(generator, signed=signed)
@@ -650,8 +658,12 @@ class Chart:
             elements[space.name] = space.group.random(generator, signed=signed, block_perm=own)
             if space.kind == "experts":
                 blocks[path] = elements[space.name].perm
-                experts_moved.add(path)
         return elements
+
+
+def numbers_in(name: str) -> list[str]:
+    """The numbers between the dots of a name."""
+    return re.findall(r"(?<=\.)\d+(?=\.)", f".{name}.")
 
 
 def _sizes(label: Label | None, size: int) -> Iterator[tuple[str, int]]:

@@ -128,8 +128,8 @@ class Fused:
                 offset: int = offset,
                 shape: tuple[int, ...] = section.shape,
             ) -> Tensor:
-                inside = _ravel(index[len(self.outer) :], shape)
-                return _ravel(index[: len(self.outer)], self.outer) * stride + offset + inside
+                inside = ravel(index[len(self.outer) :], shape)
+                return ravel(index[: len(self.outer)], self.outer) * stride + offset + inside
 
             here = place(target) - first
             position[here] = place(source)
@@ -145,12 +145,12 @@ class Fused:
         entries = torch.arange(math.prod(factors))
         if self.only is not None:
             entries = entries.reshape(self.outer[0], -1)[self.only]
-        target = _unravel(entries, factors)
+        target = list(torch.unravel_index(entries, factors))
         source: list[Tensor | None] = [None] * len(factors)
         flips = torch.ones_like(entries, dtype=torch.int8)
         for axis, which in section.axes:
             sizes = [factors[k] for k in which]
-            index = _ravel([target[k] for k in which], sizes)
+            index = ravel([target[k] for k in which], sizes)
             element = elements.get(axis.space)
             if element is not None:
                 if element.size != math.prod(sizes):
@@ -161,7 +161,7 @@ class Fused:
                 if axis.signed:
                     flips *= element.sign[index]
                 index = element.perm[index]
-            for k, value in zip(which, _unravel(index, sizes), strict=True):
+            for k, value in zip(which, torch.unravel_index(index, sizes), strict=True):
                 known = source[k]
                 if known is not None and not torch.equal(known, value):
                     raise GaugeError(
@@ -175,15 +175,8 @@ class Fused:
         return origin, target, flips
 
 
-def _unravel(index: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    found = []
-    for size in reversed(sizes):
-        found.append(index % size)
-        index = index // size
-    return found[::-1]
-
-
-def _ravel(index: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def ravel(index: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Row-major number of each entry, given its index along factors of these sizes."""
     flat = torch.zeros((), dtype=torch.int64)
     for value, size in zip(index, sizes, strict=True):
         flat = flat * size + value

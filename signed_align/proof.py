@@ -149,11 +149,11 @@ def _discovered(config: Any) -> tuple[Bench, Chart]:
     if _class_of(config) is not transformers.AutoModelForCausalLM:
         try:
             bench = _bench(config, images=True)
-            return bench, Discovery(bench, bench.model.config).chart()
+            return bench, Discovery(bench).chart()
         except ChartError:  # what only images reach has no part in the proof then, and is refused
             pass
     bench = _bench(config, images=False)
-    return bench, Discovery(bench, bench.model.config).chart()
+    return bench, Discovery(bench).chart()
 
 
 def _bench(config: Any, images: bool) -> Bench:

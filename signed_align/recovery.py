@@ -19,7 +19,7 @@ from signed_align.activations import (
     sentences_of,
     typical,
 )
-from signed_align.chart import RESIDUAL, Chart, without_prefixes
+from signed_align.chart import RESIDUAL, Chart
 from signed_align.checkpoint import Checkpoint, require_kinds
 from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
 from signed_align.gauge import Gauge, ModelIdentity
@@ -193,12 +193,7 @@ def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:
     """
     chart = _common_chart(source, target)
     # the bare model class leaves out the prefix that the causal-LM class puts in front
-    theirs = {_bare(chart, name): name for name in chart.token_matrices(target.files)}
-    names = {
-        name: theirs[_bare(chart, name)]
-        for name in chart.token_matrices(source.files)
-        if _bare(chart, name) in theirs
-    }
+    names = chart.partners(chart.token_matrices(source.files), chart.token_matrices(target.files))
     if not names:
         raise CheckpointError(
             f"{source.name} and {target.name} share no embedding or unembedding matrix."
@@ -337,10 +332,6 @@ def _common_chart(source: Checkpoint, target: Checkpoint) -> Chart:
             f"{target.name} {other.width}; no gauge leads between them."
         )
     return chart
-
-
-def _bare(chart: Chart, name: str) -> str:
-    return without_prefixes(name, chart.prefixes)
 
 
 def _resolve_layers(chosen: Sequence[int] | None, states: int) -> list[int]:

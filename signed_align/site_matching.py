@@ -18,7 +18,7 @@ from torch import Tensor
 
 from signed_align.errors import GaugeError
 from signed_align.groups import Group, Within
-from signed_align.labels import Axis, Fused, Label, Section
+from signed_align.labels import Axis, Fused, Label, Section, ravel
 from signed_align.matching import Match, Objective, _assignment, _margins
 from signed_align.signed_permutation import SignedPermutation
 
@@ -170,7 +170,7 @@ def _run(
     sizes, places = _places((*label.outer, *section.shape), section, index, blocks, groups)
     if label.only is not None:
         sizes[0], places[0] = 1, torch.zeros_like(position)
-    key = _ravel(places, sizes)
+    key = ravel(places, sizes)
     if not torch.equal(key.sort().values, torch.arange(math.prod(sizes))):
         raise GaugeError(f"{names} do not share their blocks on one axis.")
     ordered = _reordered(gram, position[key.argsort()].reshape(sizes))
@@ -194,8 +194,8 @@ def _entries(label: Fused, section: Section, offset: int) -> tuple[list[Tensor],
         index = [values[here] for values in index]
     outer = len(label.outer)
     stride = sum(math.prod(other.shape) for other in label.sections)
-    first = _ravel(index[:outer], label.outer) * stride
-    position = first + offset + _ravel(index[outer:], section.shape)
+    first = ravel(index[:outer], label.outer) * stride
+    position = first + offset + ravel(index[outer:], section.shape)
     return index, position - (label.only or 0) * label.size
 
 
@@ -218,7 +218,7 @@ def _places(
                 f"the evidence has {size} coordinates in the space {axis.space!r}, the group "
                 f"{group.size}."
             )
-        number = _ravel([index[k] for k in which], [factors[k] for k in which])
+        number = ravel([index[k] for k in which], [factors[k] for k in which])
         if _kind(axis.space) == "experts":
             block = number
             continue
@@ -228,17 +228,9 @@ def _places(
         else:
             coordinate, coordinates = number % group.block_size, group.block_size
     free = [k for k in range(len(factors)) if all(k not in which for _, which in section.axes)]
-    repeat = _ravel([index[k] for k in free], [factors[k] for k in free])
+    repeat = ravel([index[k] for k in free], [factors[k] for k in free])
     repeats = math.prod(factors[k] for k in free)
     return [blocks, queries, coordinates, repeats], [block, query, coordinate, repeat]
-
-
-def _ravel(index: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Row-major number of each entry, given its index along factors of these sizes."""
-    flat = torch.zeros((), dtype=torch.int64)
-    for values, size in zip(index, sizes, strict=True):
-        flat = flat * size + values
-    return flat
 
 
 def _reordered(gram: Tensor, position: Tensor) -> Tensor:

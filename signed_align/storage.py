@@ -8,13 +8,12 @@ equal values are the same thing. Nothing of transformers' conversion rules is in
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from signed_align.chart import Layout, Part, StoredTensor, Template, Templates, star
+from signed_align.chart import Layout, Part, StoredTensor, Template, Templates, numbers_in, star
 
 
 @dataclass(frozen=True)
@@ -199,11 +198,6 @@ def _same_numbers(key: str, piece: _Piece) -> bool:
     if piece.expert is not None and piece.site:
         return numbers == [*own, str(piece.expert)]
     return numbers[: len(own)] == own
-
-
-def numbers_in(name: str) -> list[str]:
-    """The numbers between the dots of a name."""
-    return re.findall(r"(?<=\.)\d+(?=\.)", f".{name}.")
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

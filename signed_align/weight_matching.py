@@ -10,13 +10,13 @@ signs included.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from signed_align.chart import RESIDUAL, without_prefixes
+from signed_align.chart import RESIDUAL
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import CheckpointError
 from signed_align.gauge import Gauge
@@ -275,13 +275,7 @@ def partners_of(source: Checkpoint, target: Checkpoint) -> dict[str, str]:
 
     Raises CheckpointError if a weight has another shape, but for its number of rows.
     """
-    prefixes: Sequence[str] = source.chart.prefixes
-    theirs = {without_prefixes(name, prefixes): name for name in target.files}
-    partners = {
-        name: theirs[without_prefixes(name, prefixes)]
-        for name in source.files
-        if without_prefixes(name, prefixes) in theirs
-    }
+    partners = source.chart.partners(source.files, target.files)
     for name, partner in partners.items():
         if source.shape(name)[1:] != target.shape(partner)[1:]:
             raise CheckpointError(

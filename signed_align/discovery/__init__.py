@@ -10,8 +10,6 @@ they were is the answer, and none is assumed that was not tried.
 
 from __future__ import annotations
 
-from typing import Any
-
 from signed_align.chart import Chart
 from signed_align.discovery import assembly, attention, experts, hidden_units, residual
 from signed_align.discovery.bench import TOLERANCE, Bench, quiet
@@ -27,12 +25,10 @@ class Discovery:
     ----------
     bench : Bench
         The miniature, and what it reads.
-    config : transformers.PreTrainedConfig
-        The miniature's own config.
     """
 
-    def __init__(self, bench: Bench, config: Any) -> None:
-        self.trial = Trial(bench, config)
+    def __init__(self, bench: Bench) -> None:
+        self.trial = Trial(bench)
 
     def chart(self) -> Chart:
         """The chart, every label of it tried; raises ChartError, with the reason, if none holds.

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from signed_align.chart import Chart, Layout, Site, Template, Templates, star, without_prefixes
+from signed_align.chart import (
+    Chart,
+    Layout,
+    Site,
+    Template,
+    Templates,
+    numbers_in,
+    star,
+    without_prefixes,
+)
 from signed_align.dimensions import Dimensions
 from signed_align.discovery.bench import TOLERANCE, Bench
 from signed_align.errors import SignedAlignError
@@ -38,14 +46,12 @@ class Trial:
     ----------
     bench : Bench
         The miniature, and what it reads.
-    config : transformers.PreTrainedConfig
-        The miniature's own config.
     """
 
-    def __init__(self, bench: Bench, config: Any) -> None:
+    def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        self.config = config
-        self.dimensions = Dimensions.of(text_config(config))
+        self.config = bench.model.config
+        self.dimensions = Dimensions.of(text_config(self.config))
         self.modules: dict[str, Any] = dict(bench.model.named_modules())
         base = getattr(bench.model, "base_model_prefix", "")
         wrappers = ("base_model.model.", "model.", "language_model.", f"{base}.")
@@ -178,7 +184,7 @@ class Trial:
         found: dict[str, tuple[Axes, Sequence[int]]] = {}
         for name, labels in axes.items():
             shape = tuple(self.state[name].shape)
-            numbers = re.findall(r"(?<=\.)\d+(?=\.)", f".{self.bare(name)}")
+            numbers = numbers_in(self.bare(name))
             found[name] = chart.bind(name, labels, shape, numbers), shape
         return found
 
