@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from signed_align.chart import Chart
 from signed_align.checkpoint import Checkpoint
-from signed_align.errors import ArtifactError, CheckpointError, SignedAlignError, one_line
+from signed_align.errors import (
+    ArtifactError,
+    ChartError,
+    CheckpointError,
+    SignedAlignError,
+    one_line,
+)
+from signed_align.hooks import Hook, listening
 from signed_align.progress import track
 
 MAX_LENGTH = 128
@@ -213,34 +223,38 @@ def paired_hidden_states(
 
 
 @torch.inference_mode()
-def residual_activations(
-    checkpoint: Checkpoint, blocks: int, todo: Sequence[Batch], *, device: str = "cpu"
-) -> Tensor:
-    """The residual stream after the first ``blocks`` decoder blocks, of shape (tokens, d), float32.
+def hook_activations(
+    checkpoint: Checkpoint, hooks: Sequence[Hook], todo: Sequence[Batch], *, device: str = "cpu"
+) -> list[Tensor]:
+    """What passes at each hook, of shape (tokens, coordinates), float32, the same tokens in each.
 
-    Only those blocks are run. Padding and tokens with massive activations are left out.
+    Blocks behind the last hook are not run. Padding and tokens with massive activations are left
+    out. Raises SignedAlignError if a hook cannot be read.
     """
     model = load_model(checkpoint, head=False, dtype=torch.float32, device=device)
-    stack = model.get_submodule(checkpoint.chart.blocks)
-    if not 0 <= blocks <= len(stack):
-        raise ArtifactError(f"the model has {len(stack)} blocks, so none after block {blocks}.")
-    caught: list[Tensor] = []
-    if blocks:
-        del stack[blocks:]
-        stack[-1].register_forward_hook(
-            lambda _module, _inputs, output: caught.append(
-                output if isinstance(output, Tensor) else output[0]
-            )
-        )
-    else:
-        del stack[1:]
-        stack[0].register_forward_pre_hook(lambda _module, inputs: caught.append(inputs[0]))
-    rows = []
-    for batch in track(todo, "collecting activations", unit="batch"):
-        batch = batch.to(device)
-        model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-        rows.append(caught.pop()[batch.attention_mask.bool()].float().cpu())
-    activations = torch.cat(rows)
-    if not torch.isfinite(activations).all():
+    _drop_later_blocks(model, checkpoint.chart, hooks)
+    rows: list[list[Tensor]] = [[] for _ in hooks]
+    with ExitStack() as stack:
+        caught = [stack.enter_context(listening(model, checkpoint.chart, hook)) for hook in hooks]
+        for batch in track(todo, "collecting activations", unit="batch"):
+            batch = batch.to(device)
+            model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+            for collected, heard in zip(rows, caught, strict=True):
+                collected.append(heard.pop()[batch.attention_mask.bool()].float().cpu())
+    activations = [torch.cat(collected) for collected in rows]
+    if not all(torch.isfinite(one).all() for one in activations):
         raise ArtifactError(f"the activations of {checkpoint.name} are not finite.")
-    return activations[typical(activations)]
+    kept = typical(*activations)
+    return [one[kept] for one in activations]
+
+
+def _drop_later_blocks(model: Any, chart: Chart, hooks: Sequence[Hook]) -> None:
+    """Cut off the blocks that no hook needs; raises ChartError for a block that is not there."""
+    stack = model.get_submodule(chart.blocks)
+    numbers = [re.match(rf"{re.escape(chart.blocks)}\.(\d+)", hook.module) for hook in hooks]
+    if not all(numbers):
+        return
+    last = max(int(number[1]) for number in numbers if number)
+    if last >= len(stack):
+        raise ChartError(f"the model has {len(stack)} blocks, so none is number {last}.")
+    del stack[last + 1 :]

@@ -308,6 +308,15 @@ class Chart:
                     return label, match.groups()
         return None
 
+    def _find_stored_module(self, path: str) -> tuple[ModuleLabel, tuple[str, ...]] | None:
+        """A module that checkpoints have and the class does not: a single expert's projection."""
+        found = self._find_stored(f"{path}.weight")
+        if found is None or len(found[0].axes) != 2:
+            return None
+        rows, columns = found[0].axes
+        label = ModuleLabel(columns, rows, {"weight": (rows, columns)})
+        return label, found[1]
+
     def _find_parameter(self, name: str) -> tuple[Templates, tuple[str, ...]] | None:
         for candidate in self.bare(name):
             path, _, parameter = candidate.rpartition(".")
@@ -330,7 +339,7 @@ class Chart:
 
         Raises ChartError if the module is not understood.
         """
-        found = self._find_module(path)
+        found = self._find_module(path) or self._find_stored_module(path)
         if found is None:
             raise ChartError(
                 f"{path!r} is not a module that the chart of {self.model_type} models knows, "

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -373,7 +373,9 @@ def rewrite_safetensors(
                 pool.shutdown(cancel_futures=True)
 
 
-def carry_along(files: Iterable[Path], root: Path, destination: Path) -> list[str]:
+def carry_along(
+    files: Iterable[Path], root: Path, destination: Path, harmless: Collection[Path] = ()
+) -> list[str]:
     """Copy files to the same place below ``destination``, but for those that hold weights.
 
     Parameters
@@ -382,6 +384,8 @@ def carry_along(files: Iterable[Path], root: Path, destination: Path) -> list[st
         Files below ``root``.
     root, destination : Path
         The directory they come from, and the one they go to.
+    harmless : collection of Path
+        Files that look like weights by their name and hold none.
 
     Returns
     -------
@@ -391,7 +395,7 @@ def carry_along(files: Iterable[Path], root: Path, destination: Path) -> list[st
     left_out = []
     for file in files:
         relative = file.relative_to(root)
-        if _is_weight_file(file):
+        if is_weight_file(file) and file not in harmless:
             left_out.append(str(relative))
             continue
         (destination / relative).parent.mkdir(parents=True, exist_ok=True)
@@ -399,7 +403,7 @@ def carry_along(files: Iterable[Path], root: Path, destination: Path) -> list[st
     return sorted(left_out)
 
 
-def _is_weight_file(file: Path) -> bool:
+def is_weight_file(file: Path) -> bool:
     """Whether a file holds weights, or an index of weights, rather than text or settings."""
     return (
         file.suffix in _WEIGHT_SUFFIXES or file.name in _WEIGHT_INDEXES

@@ -71,7 +71,7 @@ def _model(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
         f"  embeddings     {'tied' if tied else 'not tied'}",
         f"  fingerprint    {checkpoint.identity.fingerprint[:12]}",
         "  chart (|x|: permuted, keeps its sign)",
-        *(f"    {pattern:{width}}  {_axes_text(axes)}" for pattern, axes in labels.items()),
+        *(f"    {pattern:{width}}  {axes_text(axes)}" for pattern, axes in labels.items()),
     ]
 
 
@@ -116,7 +116,8 @@ def _kind(space: str) -> str:
     return space.partition(":")[0]
 
 
-def _axes_text(axes: Axes) -> str:
+def axes_text(axes: Axes) -> str:
+    """Labels for people: ``(residual, |mlp|, ·)``; bars for what keeps its sign."""
     words = []
     for axis in axes:
         if axis is None:

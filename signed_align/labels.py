@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -93,6 +93,48 @@ class Fused:
             for section in self.sections
         )
         return Fused(self.outer, sections, self.span, self.only)
+
+    @property
+    def leading(self) -> Label | None:
+        """The label of the first outer factor by itself; None if nothing indexes it alone.
+
+        Of the units of many experts, flattened: the experts.
+        """
+        alone = [axis for axis, which in self.sections[0].axes if which == (0,)]
+        return alone[0] if self.outer and alone else None
+
+    def with_rank(self, rank: int, *, last: bool) -> Fused:
+        """The label where each index of the first outer factor comes ``rank`` times.
+
+        A low-rank update of stacked experts has an axis that runs over experts and rank. Either
+        it runs over the experts, for each over the rank, and the rest of this axis comes behind
+        (expert, rank, rest); or, if ``last``, the rest comes first (rest, rank, expert).
+        """
+        first, *rest = self.outer
+        if not last:
+            outer: tuple[int, ...] = (first, rank, *rest)
+            sections = self._renumbered(lambda _, k: k + (k > 0))
+            return replace(self, outer=outer, sections=sections)
+
+        def behind(section: Section, k: int) -> int:
+            return k - 1 if k else len(rest) + len(section.shape) + 1
+
+        sections = tuple(
+            replace(section, shape=(*section.shape, rank, first))
+            for section in self._renumbered(behind)
+        )
+        return replace(self, outer=tuple(rest), sections=sections)
+
+    def _renumbered(self, number: Callable[[Section, int], int]) -> tuple[Section, ...]:
+        return tuple(
+            replace(
+                section,
+                axes=tuple(
+                    (axis, tuple(number(section, k) for k in which)) for axis, which in section.axes
+                ),
+            )
+            for section in self.sections
+        )
 
     @property
     def size(self) -> int:
@@ -191,6 +233,117 @@ Axes: TypeAlias = tuple[Label | None, ...]
 def moves(label: Label | None, gauge: Gauge) -> bool:
     """Whether ``gauge`` has an element for a space that the axis indexes."""
     return label is not None and any(space in gauge.elements for space in label.spaces)
+
+
+def even(axes: Axes) -> Axes:
+    """The labels of a quantity that no sign flips: a square, a norm, a magnitude."""
+    return tuple(label and label.unsigned for label in axes)
+
+
+def reduced(axes: Axes, position: int, *, keep: bool = True) -> Axes:
+    """The labels of an even quantity that is summed over one axis.
+
+    Parameters
+    ----------
+    axes : tuple
+        The labels before.
+    position : int
+        The axis that is summed over.
+    keep : bool
+        Whether it stays, as an axis of 1.
+
+    Raises
+    ------
+    GaugeError
+        If the axis is flattened with others that would not be left with a meaning.
+    """
+    gone, left = axes[position], list(even(axes))
+    left[position] = None
+    if isinstance(gone, Fused) and gone.span > 1:
+        others = [p for p, label in enumerate(axes) if label == gone and p != position]
+        if len(others) != 1 or others[0] > position:
+            raise GaugeError("what is summed over all experts is not indexed by their units.")
+        left[others[0]] = gone.unsigned.leading
+    if not keep:
+        del left[position]
+    return tuple(left)
+
+
+def joined(labels: Sequence[Label | None], sizes: Sequence[int]) -> Fused:
+    """The label of an axis that holds several axes of these sizes, one after the other."""
+    sections: list[Section] = []
+    for label, size in zip(labels, sizes, strict=True):
+        if label is None:
+            sections.append(Section((size,)))
+        elif isinstance(label, Axis):
+            sections.append(Section((size,), ((label, (0,)),)))
+        elif label.outer or label.span > 1:
+            raise GaugeError("an axis whose blocks are interleaved cannot be part of another.")
+        else:
+            sections.extend(label.sections)
+    return Fused((), tuple(sections))
+
+
+def element_of(label: Label | None, size: int, gauge: Gauge) -> SignedPermutation:
+    """What ``gauge`` does to an axis of ``size`` entries; the identity if it does nothing.
+
+    Raises
+    ------
+    GaugeError
+        If the label has another size.
+    """
+    element: SignedPermutation | None = None
+    if isinstance(label, Axis):
+        element = gauge.elements.get(label.space)
+        if element is not None and not label.signed:
+            element = SignedPermutation(element.perm, torch.ones_like(element.sign))
+    elif isinstance(label, Fused):
+        element = label.element(gauge.elements)
+    element = element or SignedPermutation.identity(size)
+    if element.size != size:
+        raise GaugeError(f"the axis has {size} entries, the gauge moves {element.size}.")
+    return element
+
+
+def transport_entries(
+    indices: Sequence[Tensor],
+    values: Tensor | None,
+    axes: Axes,
+    shape: Sequence[int],
+    gauge: Gauge,
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """Move single entries of a tensor, given by where they are: a list, or a sparse tensor.
+
+    Parameters
+    ----------
+    indices : sequence of Tensor
+        For each axis of the tensor, the entries' indices along it: integers of one shape.
+    values : Tensor, optional
+        The entries' values, of the same shape.
+    axes, shape
+        The labels and the shape of the tensor that the entries are taken from.
+    gauge : Gauge
+        As in :func:`transport`.
+
+    Returns
+    -------
+    tuple
+        The indices in the target, the values there, and the sign that each entry takes, int8.
+
+    Raises
+    ------
+    GaugeError
+        If an index is out of range, or if the values' dtype has no sign to flip.
+    """
+    moved, sign = [], torch.ones(indices[0].shape, dtype=torch.int8)
+    for index, label, size in zip(indices, axes, shape, strict=True):
+        index, flips = element_of(label, size, gauge).relocate(index)
+        moved.append(index)
+        sign = sign * flips
+    if values is not None and bool((sign < 0).any()):
+        flat = SignedPermutation(torch.arange(sign.numel()), sign.reshape(-1))
+        values = flat.apply(values.reshape(-1), 0).reshape(values.shape)
+    return moved, values, sign
 
 
 def transport(

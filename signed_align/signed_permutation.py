@@ -161,6 +161,30 @@ class SignedPermutation:
             moved.bitwise_xor_(mask)
         return moved.view(tensor.dtype)
 
+    def relocate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Where source coordinates go, and with which sign.
+
+        Parameters
+        ----------
+        indices : Tensor, any shape and integer dtype
+            Source coordinates, counted from 0.
+
+        Returns
+        -------
+        tuple of Tensor
+            The target coordinates, in the dtype of ``indices``, and their signs, int8.
+
+        Raises
+        ------
+        GaugeError
+            If an index is not that of a coordinate.
+        """
+        flat = indices.detach().cpu().to(torch.int64)
+        if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.size:
+            raise GaugeError(f"an index is not between 0 and {self.size - 1}.")
+        back = self.inverse()
+        return back.perm[flat].to(indices), back.sign[flat]
+
     def then(self, other: SignedPermutation) -> SignedPermutation:
         """The composition along a path: first this element, then ``other``."""
         if other.size != self.size:

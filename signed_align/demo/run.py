@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from signed_align import __version__, progress
-from signed_align.activations import batches, load_tokenizer, residual_activations
+from signed_align.activations import batches, hook_activations, load_tokenizer
 from signed_align.adapters import port
 from signed_align.adapters.sae import reconstruction_error
 from signed_align.barrier import Barrier, LossPath, plot_paths
@@ -27,6 +27,7 @@ from signed_align.errors import CheckpointError
 from signed_align.evaluation import evaluate
 from signed_align.files import require_free
 from signed_align.gauge import Gauge
+from signed_align.hooks import find_hook
 from signed_align.matching import Objective
 from signed_align.recovery import evidence_from_activations, evidence_from_weights
 
@@ -219,16 +220,17 @@ class Demo:
             held_out.append(todo.pop())
             count += held_out[-1].tokens
         directory, hook = self.out / "sae", f"blocks.{blocks - 1}.hook_resid_post"
+        place = find_hook(self.source.chart, hook)
         with progress.libraries_silent():
             trained = train_sae(
-                residual_activations(self.source, blocks, todo),
+                hook_activations(self.source, [place], todo)[0],
                 hook,
                 self.source.name,
                 directory,
                 self.seed,
             )
-        home = residual_activations(self.source, blocks, held_out)
-        away = residual_activations(self.twin, blocks, held_out)
+        (home,) = hook_activations(self.source, [place], held_out)
+        (away,) = hook_activations(self.twin, [place], held_out)
         error = {"home": reconstruction_error(trained, home)}
         for name, path in self.moved(directory).items():
             error[name] = reconstruction_error(SAE.load_from_disk(str(path)), away)
