@@ -5,23 +5,55 @@ A family only labels tensors; :func:`port` moves them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from signed_align.adapters.artifact import Artifact, Family, move
-from signed_align.adapters.lora import LoraFamily
+from signed_align.adapters.artifact import Artifact, Family, Journey, Part, leftovers, move
+from signed_align.adapters.peft import PeftFamily
 from signed_align.adapters.sae import SaeFamily
+from signed_align.checkpoint import is_weight_file
 from signed_align.errors import ArtifactError
+from signed_align.files import atomic_path
 from signed_align.gauge import Gauge
 
-__all__ = ["FAMILIES", "Artifact", "Family", "port", "recognise"]
+__all__ = ["FAMILIES", "Artifact", "Family", "Journey", "Part", "port", "recognise", "survey"]
 
-FAMILIES: tuple[Family, ...] = (LoraFamily(), SaeFamily())
+FAMILIES: tuple[Family, ...] = (PeftFamily(), SaeFamily())
+"""In the order in which they are asked: what says what it is comes before what does not."""
 
 
 def recognise(path: Path) -> Family | None:
-    """The family of the artifact in directory ``path``, or None."""
+    """The family of the artifact at ``path``, a directory or a file, or None."""
     return next((family for family in FAMILIES if family.recognises(path)), None)
+
+
+def survey(path: Path) -> Iterator[tuple[Family, Path]]:
+    """The artifacts at and below ``path``, each with its family.
+
+    Raises
+    ------
+    ArtifactError
+        If a directory that is no artifact itself holds weights that no family recognises.
+    """
+    family = recognise(path)
+    if family is not None:
+        yield family, path
+    if not path.is_dir():
+        return
+    for child in sorted(path.iterdir()):
+        if child.is_symlink() and not child.resolve().is_relative_to(path.resolve()):
+            raise ArtifactError(f"{child} leads out of its directory, so it is not followed.")
+        if child.is_dir():
+            yield from survey(child)
+        elif family is None:
+            found = recognise(child)
+            if found is not None:
+                yield found, child
+            elif is_weight_file(child):
+                raise ArtifactError(
+                    f"{child} is not recognised, so the directory cannot be moved as a whole."
+                )
 
 
 def port(
@@ -29,24 +61,31 @@ def port(
     gauge: Gauge,
     out: str | Path,
     *,
+    hook: str | None = None,
     inverse: bool = False,
     any_source: bool = False,
+    allow_pickle: bool = False,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Move a PEFT LoRA adapter or an SAELens SAE from the gauge's source to its target.
+    """Move what was made on the gauge's source to its target, whatever family it is of.
 
     Parameters
     ----------
     artifact : str or Path
-        The artifact's directory.
+        A file or a directory; a directory may hold several artifacts.
     gauge : Gauge
         Leads from the model the artifact was made on to the model it is wanted on.
     out : str or Path
-        The directory to make; the artifact's own library loads it from there.
+        The file or directory to make; the artifact's own library loads it from there.
+    hook : str, optional
+        The place in the model that an artifact belongs to which does not name one itself, such as
+        ``blocks.3.mlp.hook_post`` or ``model.layers.3``.
     inverse : bool
         Use the inverse gauge.
     any_source : bool
         Accept an artifact that was made on another model than the gauge's source.
+    allow_pickle : bool
+        Accept files that can only be read by running code in them: joblib's.
     force : bool
         Replace ``out`` if it exists.
 
@@ -54,7 +93,9 @@ def port(
     -------
     dict
         ``kind`` (what was recognised), ``out``, ``tensors`` (how many were moved), ``made_on``,
-        ``source_verified``, ``left_out`` (weight files that do not belong to the artifact).
+        ``source_verified``, ``notes``, ``labels`` (how each tensor was labelled), ``left_out``
+        (weight files that do not belong to the artifact), ``artifacts`` (the same of each, where
+        there are several).
 
     Raises
     ------
@@ -62,21 +103,48 @@ def port(
         If the artifact, or any tensor in it, is not understood.
     """
     path = Path(artifact)
-    if not path.is_dir():
-        raise ArtifactError(f"there is no artifact directory at {path}.")
-    family = recognise(path)
-    if family is None:
-        hint = (
-            "it looks like a whole checkpoint, which `signed-align apply` moves"
-            if (path / "config.json").is_file()
-            else "expected " + " or ".join(known.kind for known in FAMILIES)
-        )
-        raise ArtifactError(f"{path} is not an artifact that can be ported: {hint}.")
-    return move(
-        family,
-        path,
-        gauge.inverse() if inverse else gauge,
-        Path(out),
-        any_source=any_source,
-        force=force,
+    if not path.exists():
+        raise ArtifactError(f"there is no artifact at {path}.")
+    journey = Journey.along(
+        gauge.inverse() if inverse else gauge, hook=hook, allow_pickle=allow_pickle
     )
+    if recognise(path) is None and (path / "config.json").is_file():
+        raise _not_recognised(path)
+    found = [family.read(place, journey) for family, place in survey(path)]
+    if not found:
+        raise _not_recognised(path)
+    reports = []
+    left_out: list[str] = []
+    with atomic_path(Path(out), directory=path.is_dir(), force=force, inputs=[path]) as temporary:
+        for one in found:
+            place = temporary / one.path.relative_to(path) if path.is_dir() else temporary
+            if one.path.is_dir():
+                place.mkdir(parents=True, exist_ok=True)
+            reports.append(move(one, journey, place, any_source=any_source))
+        if path.is_dir():
+            left_out = leftovers(path, found, temporary)
+    summary = reports[0] if len(reports) == 1 else _summary(reports)
+    return {**summary, "out": str(out), "left_out": left_out}
+
+
+def _summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several artifacts."""
+    kinds = list(dict.fromkeys(report["kind"] for report in reports))
+    return {
+        "kind": f"directory of {len(reports)} artifacts ({', '.join(kinds)})",
+        "tensors": sum(report["tensors"] for report in reports),
+        "made_on": ", ".join(dict.fromkeys(filter(None, (r["made_on"] for r in reports)))) or None,
+        "source_verified": all(report["source_verified"] for report in reports),
+        "notes": list(dict.fromkeys(note for report in reports for note in report["notes"])),
+        "labels": [row for report in reports for row in report["labels"]],
+        "artifacts": reports,
+    }
+
+
+def _not_recognised(path: Path) -> ArtifactError:
+    hint = (
+        "it looks like a whole checkpoint, which `signed-align apply` moves"
+        if (path / "config.json").is_file()
+        else "expected " + ", or ".join(family.kind for family in FAMILIES)
+    )
+    return ArtifactError(f"{path} is not an artifact that can be ported: {hint}.")

@@ -2,20 +2,134 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from signed_align.chart import RESIDUAL, Chart
-from signed_align.checkpoint import Checkpoint, carry_along, rewrite_safetensors
-from signed_align.errors import ArtifactError, CheckpointError, GaugeError, SignedAlignWarning
-from signed_align.files import atomic_path
+from torch import Tensor
+
+from signed_align.adapters.formats import Labelling, TensorFile, json_like
+from signed_align.chart import RESIDUAL, VOCABULARY, Chart
+from signed_align.checkpoint import Checkpoint, carry_along
+from signed_align.errors import (
+    ArtifactError,
+    ChartError,
+    CheckpointError,
+    GaugeError,
+    SignedAlignWarning,
+)
 from signed_align.gauge import Gauge, ModelIdentity
-from signed_align.labels import Axes
+from signed_align.hooks import Hook, find_hook
+from signed_align.inspection import axes_text
+from signed_align.labels import Axes, Label, element_of, moves
+from signed_align.signed_permutation import SignedPermutation
+from signed_align.skeleton import skeleton
+
+
+@dataclass(frozen=True)
+class Journey:
+    """Where artifacts go, and what their user says of them.
+
+    Parameters
+    ----------
+    chart : Chart
+        The chart of the gauge's source.
+    gauge : Gauge
+        Leads from the model the artifacts were made on to the one they are wanted on.
+    hook : str, optional
+        The place in the model that an artifact belongs to which does not name one itself.
+    allow_pickle : bool
+        Files that can only be read by running code in them may be read.
+    """
+
+    chart: Chart
+    gauge: Gauge
+    hook: str | None = None
+    allow_pickle: bool = False
+
+    @classmethod
+    def along(cls, gauge: Gauge, *, hook: str | None = None, allow_pickle: bool = False) -> Journey:
+        """The journey that a gauge leads; raises GaugeError if it does not know its source."""
+        if gauge.source is None:
+            raise GaugeError(
+                "the gauge does not say which model it starts from, so nothing can move."
+            )
+        chart = _chart_of(gauge.source, gauge)
+        chart.require_native(gauge)
+        return cls(chart, gauge, hook, allow_pickle)
+
+    @cached_property
+    def skeleton(self) -> Any:
+        """The model the artifacts were made on, without its weights.
+
+        Raises ArtifactError if the gauge does not keep the model's config.
+        """
+        assert self.gauge.source is not None
+        if not self.gauge.source.config:
+            raise ArtifactError(
+                "the gauge does not keep the config of its source, which this artifact needs; "
+                "make the gauge again with this release."
+            )
+        return skeleton(self.gauge.source.config)
+
+    @property
+    def target(self) -> str | None:
+        """The name of the model the artifacts are wanted on."""
+        return self.gauge.target.name if self.gauge.target else None
+
+    def element(self, label: Label | None, size: int) -> SignedPermutation:
+        """What happens to a labelled axis of ``size`` entries."""
+        return element_of(label, size, self.gauge)
+
+    def place(self, hook: str, size: int) -> tuple[Hook, Label]:
+        """A hook and the label of its ``size`` coordinates.
+
+        Raises
+        ------
+        ArtifactError
+            If the hook is not known, has another size, or lies in a space that the gauge says
+            nothing about.
+        """
+        try:
+            found = find_hook(self.chart, hook)
+            label = found.label(self.chart, size)
+        except ChartError as error:
+            raise ArtifactError(str(error)) from error
+        if not moves(label, self.gauge):
+            kinds = {space.partition(":")[0] for space in label.spaces}
+            raise ArtifactError(
+                f"the coordinates at {hook!r} are those of the {' and '.join(sorted(kinds))} "
+                f"space {label.spaces[0]!r}, about which the gauge says nothing; recover a gauge "
+                "with --spaces all."
+            )
+        return found, label
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of an artifact, and how its tensors are labelled.
+
+    Parameters
+    ----------
+    file : TensorFile
+        The file.
+    label : callable
+        From a tensor's name and shape to its axis labels; raises for a tensor it does not know.
+    instead : callable
+        From a tensor's name to the tensor it is made of, where that is not the one of its name:
+        an expert that changes places with it, indices that have been relocated already.
+    remarks : mapping of str to str
+        What happens to tensors whose labels do not say it.
+    """
+
+    file: TensorFile
+    label: Labelling
+    instead: Callable[[str], Tensor | None] = lambda _: None
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -27,23 +141,54 @@ class Artifact:
     kind : str
         What it is, in words.
     path : Path
-        Its directory.
+        Its directory, or its only file.
     made_on : str or None
         The model it says it was made on.
-    weights : sequence of str
-        Its safetensors files, relative to ``path``.
-    label : callable
-        From a tensor's name and shape to its axis labels; raises for a tensor it does not know.
+    parts : sequence of Part
+        Its files of tensors.
     settings : mapping of str to dict
-        JSON files that name the model, by relative path, as they read after the move.
+        JSON files that name the model, by path relative to ``path``, as they read after the move.
+    carried : frozenset of str
+        Files that are known to hold no coordinates, relative to ``path``.
+    notes : sequence of str
+        What its user should know of the move.
+    identity : ModelIdentity, optional
+        The model that is itself part of the artifact: a training checkpoint's.
     """
 
     kind: str
     path: Path
     made_on: str | None
-    weights: tuple[str, ...]
-    label: Callable[[str, tuple[int, ...]], Axes]
-    settings: Mapping[str, dict[str, Any]]
+    parts: Sequence[Part]
+    settings: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    carried: frozenset[str] = frozenset()
+    notes: Sequence[str] = ()
+    identity: ModelIdentity | None = None
+
+    @property
+    def files(self) -> set[Path]:
+        """The files that are written anew."""
+        written = {part.file.path for part in self.parts}
+        return written | {self.path / name for name in self.settings}
+
+    def explanation(self, gauge: Gauge) -> list[dict[str, Any]]:
+        """How each tensor is labelled: ``file``, ``tensor``, ``shape``, ``axes``, ``moved``."""
+        rows = []
+        for part in self.parts:
+            for name, shape in part.file.shapes.items():
+                axes = part.label(name, tuple(shape))
+                remark = part.remarks.get(name)
+                rows.append(
+                    {
+                        "file": part.file.path.name,
+                        "tensor": name,
+                        "shape": list(shape),
+                        "axes": remark or axes_text(axes),
+                        "spaces": sorted(_spaces(axes)),
+                        "moved": remark is not None or any(moves(axis, gauge) for axis in axes),
+                    }
+                )
+        return rows
 
 
 class Family(Protocol):
@@ -52,61 +197,73 @@ class Family(Protocol):
     kind: str
 
     def recognises(self, path: Path) -> bool:
-        """Whether the directory ``path`` looks like this kind of artifact."""
+        """Whether the file or directory ``path`` looks like this kind of artifact."""
         ...
 
     def inspect(self, path: Path) -> dict[str, Any]:
         """What the artifact says of itself, as JSON."""
         ...
 
-    def read(self, path: Path, chart: Chart, gauge: Gauge) -> Artifact:
+    def read(self, path: Path, journey: Journey) -> Artifact:
         """Read and label it; raises ArtifactError, with the reason, if it cannot be moved."""
         ...
 
 
 def move(
-    family: Family,
-    path: Path,
-    gauge: Gauge,
-    out: Path,
-    *,
-    any_source: bool = False,
-    force: bool = False,
+    artifact: Artifact, journey: Journey, out: Path, *, any_source: bool = False
 ) -> dict[str, Any]:
-    """Move the artifact at ``path`` through ``gauge`` into the directory ``out``.
+    """Write ``artifact``, moved, to the file ``out`` or into the directory ``out``, which exists.
 
-    Returns a report: ``kind``, ``out``, ``tensors``, ``made_on``, ``source_verified``,
-    ``left_out``. Raises SignedAlignError, and leaves nothing behind, if anything is not understood.
+    Files of the directory that belong to no artifact are left to the caller. Returns a report:
+    ``kind``, ``tensors``, ``made_on``, ``source_verified``, ``notes``, ``labels``. Raises
+    SignedAlignError if anything is not understood.
     """
-    if gauge.source is None:
-        raise GaugeError("the gauge does not say which model it starts from, so nothing can move.")
-    chart = _chart_of(gauge.source, gauge)
-    chart.require_native(gauge)
-    artifact = family.read(path, chart, gauge)
-    verified = False if any_source else _is_gauge_source(artifact, gauge)
-    tensors = 0
-    with atomic_path(out, directory=True, force=force, inputs=[path]) as temporary:
-
-        def count(name: str, shape: tuple[int, ...]) -> Axes:
-            nonlocal tensors
-            tensors += 1
-            return artifact.label(name, shape)
-
-        for name in artifact.weights:
-            rewrite_safetensors(path / name, temporary / name, count, gauge)
-        written = {path / name for name in (*artifact.weights, *artifact.settings)}
-        others = [file for file in path.rglob("*") if file.is_file() and file not in written]
-        left_out = carry_along(others, path, temporary)
-        for relative, settings in artifact.settings.items():
-            (temporary / relative).write_text(json.dumps(settings, indent=2) + "\n")
+    verified = False if any_source else _is_gauge_source(artifact, journey.gauge)
+    labels = artifact.explanation(journey.gauge)
+    for part in artifact.parts:
+        destination = (
+            out
+            if part.file.path == artifact.path
+            else out / part.file.path.relative_to(artifact.path)
+        )
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        part.file.rewrite(destination, part.label, journey.gauge, part.instead)
+    for relative, settings in artifact.settings.items():
+        text = (artifact.path / relative).read_text(encoding="utf-8")
+        (out / relative).write_text(json_like(text, settings), encoding="utf-8")
     return {
         "kind": artifact.kind,
-        "out": str(out),
-        "tensors": tensors,
+        "tensors": len(labels),
         "made_on": artifact.made_on,
         "source_verified": verified,
-        "left_out": left_out,
+        "notes": [*artifact.notes, *_unmoved(labels, journey.gauge)],
+        "labels": labels,
     }
+
+
+def leftovers(path: Path, artifacts: Sequence[Artifact], out: Path) -> list[str]:
+    """Copy what belongs to no artifact below ``path``; returns the weights that are left out."""
+    written = {file for artifact in artifacts for file in artifact.files}
+    carried = {artifact.path / name for artifact in artifacts for name in artifact.carried}
+    others = [file for file in path.rglob("*") if file.is_file() and file not in written]
+    return carry_along(others, path, out, harmless=carried)
+
+
+def _spaces(axes: Axes) -> set[str]:
+    found = {space for label in axes if label is not None for space in label.spaces}
+    return found - {VOCABULARY.space}
+
+
+def _unmoved(labels: Sequence[Mapping[str, Any]], gauge: Gauge) -> list[str]:
+    """A note of the kinds of spaces that the artifact is indexed by and the gauge leaves out."""
+    spaces = {space for row in labels for space in row["spaces"]}
+    kinds = sorted({space.partition(":")[0] for space in spaces - set(gauge.elements)})
+    if not kinds:
+        return []
+    return [
+        f"the gauge says nothing about {', '.join(kinds)}: these coordinates are taken to be the "
+        "same in both models"
+    ]
 
 
 def _chart_of(model: ModelIdentity, gauge: Gauge) -> Chart:
@@ -125,17 +282,6 @@ def _chart_of(model: ModelIdentity, gauge: Gauge) -> Chart:
     return Chart.for_model(model.model_type, width).residual_alone()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; raises ArtifactError if it is not one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path} is not readable JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ArtifactError(f"{path} holds no JSON object.")
-    return content
-
-
 def _is_gauge_source(artifact: Artifact, gauge: Gauge) -> bool:
     """Whether the artifact is proved to be made on the gauge's source; raises if it is not.
 
@@ -143,6 +289,9 @@ def _is_gauge_source(artifact: Artifact, gauge: Gauge) -> bool:
     name, which is reported but not a proof.
     """
     assert gauge.source is not None
+    if artifact.identity is not None:
+        gauge.require_source(artifact.identity)
+        return True
     made_on = artifact.made_on
     if not made_on:
         warnings.warn(

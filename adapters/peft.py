@@ -1,134 +1,553 @@
-"""PEFT LoRA adapters: the factors index what goes into and comes out of the module they adapt."""
+"""PEFT adapters, of every type: the tables of :mod:`.peft_methods`, applied to a saved adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from signed_align.adapters.artifact import Artifact, read_json
-from signed_align.chart import Chart, ModuleLabel, Template, Templates
-from signed_align.errors import ArtifactError, ChartError
-from signed_align.gauge import Gauge
-from signed_align.labels import Axes
+import torch
+from torch import Tensor
+
+from signed_align.adapters.artifact import Artifact, Journey, Part
+from signed_align.adapters.formats import Labelling, TensorFile, open_tensors, read_json
+from signed_align.adapters.peft_methods import (
+    COLUMN,
+    METHODS,
+    PARAMETER,
+    REFUSALS,
+    SHARED_REASON,
+    Case,
+    Entries,
+    Entry,
+    Method,
+    Need,
+    Rule,
+    Side,
+)
+from signed_align.chart import VOCABULARY, Layout, ModuleLabel, Template
+from signed_align.chart import Part as Run
+from signed_align.errors import ArtifactError, ChartError, GaugeError
+from signed_align.labels import (
+    Axes,
+    Fused,
+    Label,
+    Section,
+    joined,
+    ravel,
+    transport_entries,
+)
 
 CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
-PREFIX = "base_model.model."
+WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+"""In the order in which peft looks for them."""
 
-
-def _even(axis: Template | None) -> Template | None:
-    return axis.unsigned if axis else None
-
-
-# What a saved tensor's suffix says of its axes, given the label of the module in front of it.
-# A magnitude is a norm over the inputs, so it is even in the output coordinate.
-FACTORS: Mapping[str, Callable[[ModuleLabel], Templates]] = {
-    ".lora_A.weight": lambda module: (None, module.input),
-    ".lora_B.weight": lambda module: (module.output, None),
-    ".lora_B.bias": lambda module: (module.output,),
-    ".lora_embedding_A": lambda module: (None, module.input),
-    ".lora_embedding_B": lambda module: (module.output, None),
-    ".lora_magnitude_vector": lambda module: (_even(module.output),),
-    # rows of an embedding or of a head, whichever way its weight is laid out
-    ".token_adapter.trainable_tokens_delta": lambda module: (None, module.parameters["weight"][1]),
+PREFIXES = ("base_model.model.", "base_model.")
+SHADOW_BACKBONE = "base_model.shadow_backbone."
+ADAPTION_MODELS = ("llama", "mistral")
+KEPT_WITH_CARE: Mapping[str, str] = {
+    "pissa": "the adapter's init_lora_weights takes a singular part out of the base when it is "
+    "loaded: that part moves with the base up to rounding",
+    "lora_ga": "peft does not restore what init_lora_weights lora_ga took out of the base; the "
+    "moved adapter does what peft makes of it",
 }
 
-# Options under which an adapter's tensors do not determine what it computes on a moved base.
-REFUSED_OPTIONS: Mapping[str, str] = {
-    "use_qalora": "QA-LoRA averages groups of neighbouring coordinates, which a permutation splits",
-    "use_bdlora": "block-diagonal factors tie coordinates to blocks, which a permutation breaks",
-    "kasa_config": "KaSA changes the base weights by an SVD when it is loaded",
-    "arrow_config": "an Arrow router holds prototypes of further adapters",
-    "monteclora_config": "MonteCLoRA keeps sampling state beside the factors",
-    "megatron_config": "Megatron shards the adapted layers",
-    "target_parameters": "adapters on bare parameters (experts) have no chart yet",
-}
-PLAIN_INITS = {"true", "false", "gaussian", "orthogonal", "eva", "none"}
 
+class PeftFamily:
+    """Adapters as ``PeftModel.save_pretrained`` writes them."""
 
-class LoraFamily:
-    """LoRA adapters as ``PeftModel.save_pretrained`` writes them."""
-
-    kind = "PEFT LoRA adapter"
+    kind = "PEFT adapter"
 
     def recognises(self, path: Path) -> bool:
-        """Whether there is an adapter_config.json."""
-        return (path / CONFIG_NAME).is_file()
+        """Whether it is a directory with an adapter_config.json."""
+        return path.is_dir() and (path / CONFIG_NAME).is_file()
 
     def inspect(self, path: Path) -> dict[str, Any]:
-        """Rank, targets and base model."""
+        """Type, rank, targets and base model."""
         config = read_json(path / CONFIG_NAME)
         keys = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules", "bias")
         return {key: config.get(key) for key in keys}
 
-    def read(self, path: Path, chart: Chart, gauge: Gauge) -> Artifact:
+    def read(self, path: Path, journey: Journey) -> Artifact:
         """Read and label the adapter; raises ArtifactError, with the reason, if it cannot move."""
         config = read_json(path / CONFIG_NAME)
-        _require_movable(config)
-        if not (path / WEIGHTS_NAME).is_file():
-            raise ArtifactError(
-                f"{path} has no {WEIGHTS_NAME}; load it with PEFT and save it again, which writes "
-                "safetensors."
-            )
-        moved = dict(config)
-        if gauge.target is not None:
-            moved |= {"base_model_name_or_path": gauge.target.name, "revision": None}
+        require_movable(config, journey)
+        file = open_weights(path)
+        labeller = Labeller(config, journey, file.shapes)
+        for name, shape in file.shapes.items():
+            labeller(name, tuple(shape))
+        instead, remarks = _moved_entries(labeller, file)
+        init = str(config.get("init_lora_weights")).lower()
         return Artifact(
-            kind=self.kind,
+            kind=kind_of(config),
             path=path,
             made_on=config.get("base_model_name_or_path"),
-            weights=(WEIGHTS_NAME,),
-            label=partial(label, chart),
-            settings={CONFIG_NAME: moved},
+            parts=[
+                Part(
+                    file,
+                    labeller,
+                    lambda name: instead.get(name, _other_expert(labeller, file, name)),
+                    remarks,
+                )
+            ],
+            settings={CONFIG_NAME: moved_config(config, journey, labeller)},
+            notes=[KEPT_WITH_CARE[init]] if init in KEPT_WITH_CARE else [],
         )
 
 
-def label(chart: Chart, key: str, shape: tuple[int, ...]) -> Axes:
-    """The axis labels of one tensor of a saved LoRA adapter.
+def kind_of(config: Mapping[str, Any]) -> str:
+    """The kind of an adapter, for people."""
+    names = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "VERA": "VeRA", "LOHA": "LoHa", "LOKR": "LoKr"}
+    peft_type = str(config.get("peft_type"))
+    return f"PEFT {names.get(peft_type, peft_type)} adapter"
+
+
+def open_weights(path: Path) -> TensorFile:
+    """The tensors of the adapter in directory ``path``; raises ArtifactError if there are none."""
+    for name in WEIGHTS_NAMES:
+        if (path / name).is_file():
+            return open_tensors(path / name)
+    raise ArtifactError(f"{path} has no {' and no '.join(WEIGHTS_NAMES)}.")
+
+
+def moved_config(
+    config: dict[str, Any], journey: Journey, labeller: Labeller | None = None
+) -> dict[str, Any]:
+    """The ``adapter_config.json`` as it reads after the move."""
+    moved = dict(config)
+    if journey.target is not None:
+        moved |= {"base_model_name_or_path": journey.target}
+        if config.get("revision") is not None:
+            moved["revision"] = None
+    tied = labeller is not None and METHODS[str(config["peft_type"])].whole_paths
+    if labeller is not None and tied and not labeller.ties_agree():
+        moved["target_modules"] = labeller.adapted
+    return moved
+
+
+def require_movable(config: Mapping[str, Any], journey: Journey) -> None:
+    """Raise ArtifactError for a type, or a setting of it, that cannot be moved."""
+    peft_type = str(config.get("peft_type"))
+    if peft_type in REFUSALS:
+        refusal = REFUSALS[peft_type]
+        raise ArtifactError(
+            f"an adapter of PEFT type {peft_type} cannot be moved: {refusal.reason}; "
+            f"{refusal.way_out}."
+        )
+    if peft_type not in METHODS:
+        raise ArtifactError(
+            f"the adapter is of PEFT type {peft_type!r}, which this release does not know."
+        )
+    method = METHODS[peft_type]
+    for option, (forbids, reason) in method.options.items():
+        if option in config and forbids(config[option]):
+            raise ArtifactError(
+                f"the adapter's {option} is {config[option]!r}, so it cannot be moved: {reason}; "
+                f"{method.way_out or 'there is no way out'}."
+            )
+    if peft_type == "ADAPTION_PROMPT" and journey.chart.model_type not in ADAPTION_MODELS:
+        raise ArtifactError(
+            "this adaption prompt adds head coordinates to the residual stream, so it cannot be "
+            f"moved on a {journey.chart.model_type} model."
+        )
+
+
+def label_adapter(config: Mapping[str, Any], journey: Journey) -> Labelling:
+    """From the names of an adapter's parameters and their shapes to axis labels.
+
+    For state that goes with an adapter, such as an optimizer's; names are those of a saved file.
+    Raises ArtifactError if the adapter cannot be moved.
+    """
+    require_movable(config, journey)
+    return Labeller(config, journey, {})
+
+
+class Labeller:
+    """The axis labels of one saved adapter's tensors.
 
     Parameters
     ----------
-    chart : Chart
-        The chart of the base model.
-    key : str
-        The name in ``adapter_model.safetensors``.
-    shape : tuple of int
-        The tensor's shape.
-
-    Raises
-    ------
-    ArtifactError
-        If the tensor is of no known kind, is of a module that the chart does not know, or does
-        not have the shape that the module gives it.
+    config : mapping
+        Its ``adapter_config.json``.
+    journey : Journey
+        Where it goes.
+    shapes : mapping of str to tuple of int
+        All of its tensors.
     """
-    if not key.startswith(PREFIX):
-        raise ArtifactError(f"the adapter tensor {key!r} does not start with {PREFIX!r}.")
-    name = key.removeprefix(PREFIX)
-    try:
-        for suffix, axes_of in FACTORS.items():
-            if name.endswith(suffix):
-                module, numbers = chart.module(name.removesuffix(suffix))
-                return chart.bind(key, axes_of(module), shape, numbers)
-        # modules_to_save, biases, and whole layers that PEFT saves beside their factors
-        return chart.axes(name.replace(".base_layer.", "."), shape)
-    except ChartError as error:
-        raise ArtifactError(f"the adapter tensor {key!r} is not understood: {error}") from error
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        journey: Journey,
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self.config, self.journey, self.shapes = config, journey, shapes
+        self.chart = journey.chart
+        self.method: Method = METHODS[str(config["peft_type"])]
+        self._suffixes = {
+            suffix: re.compile(rf"(?:(.*)\.)?{re.escape(suffix).replace(chr(92) + '*', '[0-9]+')}")
+            for suffix in sorted(
+                {*self.method.tensors, *self.method.shared, *self._entry_names()},
+                key=len,
+                reverse=True,
+            )
+        }
+
+    def __call__(self, key: str, shape: tuple[int, ...]) -> Axes:
+        """The axis labels of the tensor ``key``.
+
+        Raises
+        ------
+        ArtifactError
+            If the tensor is of no known kind, is of a module that the chart does not know, or the
+            gauge moves what it needs to stay.
+        """
+        try:
+            return self._axes(key, shape)
+        except (ChartError, GaugeError) as error:
+            raise ArtifactError(f"the adapter tensor {key!r} is not understood: {error}") from error
+
+    @cached_property
+    def adapted(self) -> list[str]:
+        """The paths of the adapted modules, each once."""
+        found: dict[str, None] = {}
+        for key in self.shapes:
+            path, suffix = self._split(key)
+            if path and suffix and suffix not in self.method.shared:
+                found[path] = None
+        return list(found)
+
+    def entries(self) -> Iterator[tuple[str, Entries]]:
+        """The modules with tensors that are moved entry by entry."""
+        for path in self.adapted:
+            for one in self.method.entries:
+                if self.key_of(path, one.values):
+                    yield path, one
+
+    def key_of(self, path: str, suffix: str) -> str | None:
+        """The name of a module's tensor in the file, or None if it has none."""
+        return next((key for key in self.shapes if self._split(key) == (path, suffix)), None)
+
+    def weight_axes(self, path: str) -> tuple[Axes, tuple[int, int]]:
+        """The labels of a module's outputs and inputs, and how many there are of each."""
+        module, numbers = self._module(path)
+        shape = (self._size(path, "out"), self._size(path, "in"))
+        return self.chart.bind(path, (module.output, module.input), shape, numbers), shape
+
+    def ties_agree(self) -> bool:
+        """Whether copies of equal shape move alike, so that peft may tie them to each other."""
+        moved: dict[tuple[str | None, tuple[int, ...]], list[Any]] = {}
+        for key, shape in self.shapes.items():
+            suffix = self._split(key)[1]
+            axes = self(key, tuple(shape))
+            moved.setdefault((suffix, tuple(shape)), []).append(
+                [self.journey.element(axis, size) for axis, size in zip(axes, shape, strict=True)]
+            )
+        return all(copy == copies[0] for copies in moved.values() for copy in copies)
+
+    def expert_key(self, key: str) -> str:
+        """The name of the tensor that becomes the one called ``key``, where experts move."""
+        path, suffix = self._split(key)
+        if not path or suffix is None:
+            return key
+        weight = f"{path}.weight"
+        other = self.chart.origin(weight, self.journey.gauge)
+        return key if other == weight else key.replace(path, other.removesuffix(".weight"), 1)
+
+    # ---- names -------------------------------------------------------------------------------
+
+    def _entry_names(self) -> Iterator[str]:
+        for one in self.method.entries:
+            yield from (one.indices, one.values)
+
+    def _split(self, key: str) -> tuple[str, str | None]:
+        """The path of the module a tensor belongs to, and the table's name for the tensor."""
+        name = re.sub(r"\.default(?=\.|$)", "", key)
+        if not name.startswith(PREFIXES) and "prompt_embeddings" not in self.method.tensors:
+            return "", None
+        for prefix in PREFIXES:
+            name = name.removeprefix(prefix)
+        for suffix, pattern in self._suffixes.items():
+            match = pattern.fullmatch(name)
+            if match:
+                return self._original(match[1] or ""), suffix
+        return "", None
+
+    def _original(self, path: str) -> str:
+        """The path of a module in the base, where layers were replicated."""
+        replication = self.config.get("layer_replication")
+        if not replication:
+            return path
+        layers = [layer for start, stop in replication for layer in range(start, stop)]
+
+        def number(match: re.Match[str]) -> str:
+            return f"{match[1]}{layers[int(match[2])]}"
+
+        return re.sub(rf"((?:^|\.){re.escape(self.chart.blocks)}\.)(\d+)", number, path)
+
+    def _module(self, path: str) -> tuple[ModuleLabel, tuple[str, ...]]:
+        return self.chart.module(path)
+
+    # ---- labels ------------------------------------------------------------------------------
+
+    def _axes(self, key: str, shape: tuple[int, ...]) -> Axes:
+        if key.startswith(SHADOW_BACKBONE):
+            return self._backbone_axes(key, shape)
+        copied = re.fullmatch(r"base_model\.model\.(.+)\.ln_tuning_layers\.(.+)", key)
+        if PARAMETER in self._entries_of("ln_tuning_layers") and copied:
+            return self.chart.axes(f"{copied[1]}.{copied[2]}", shape)
+        path, suffix = self._split(key)
+        if suffix is None:
+            return self._base_axes(key, shape)
+        if suffix in self.method.shared:
+            return self._shared_axes(key, self.method.shared[suffix], shape)
+        if suffix in set(self._entry_names()):
+            return (None,) * len(shape)
+        if self.config.get("target_parameters") and self._is_bare(path):
+            return self._parameter_axes(path, suffix, shape)
+        rule = self._rule(path, suffix, shape)
+        for need in rule.needs:
+            self._require(path, need)
+        return self._bind(key, path, rule.axes, shape)
+
+    def _entries_of(self, suffix: str) -> tuple[Entry, ...]:
+        return tuple(axis for rule in self.method.tensors.get(suffix, ()) for axis in rule.axes)
+
+    def _base_axes(self, key: str, shape: tuple[int, ...]) -> Axes:
+        """Weights of the base that peft saves beside its own: biases, embeddings, whole modules."""
+        if not key.startswith(PREFIXES[0]):
+            raise ChartError(f"it does not start with {PREFIXES[0]!r}.")
+        return self.chart.axes(key.removeprefix(PREFIXES[0]).replace(".base_layer.", "."), shape)
+
+    def _rule(self, path: str, suffix: str, shape: tuple[int, ...]) -> Rule:
+        rules = self.method.tensors[suffix]
+        if path and self.method.embedding and self._module(path)[0].input == VOCABULARY:
+            rules = self.method.embedding.get(suffix, rules)
+        case = Case(
+            self.config, shape, lambda: self._size(path, "in"), lambda: self._size(path, "out")
+        )
+        for rule in rules:
+            if len(rule.axes) == len(shape) and rule.when(case):
+                return rule
+        raise ChartError(f"a tensor of shape {shape} was not expected there.")
+
+    def _bind(self, key: str, path: str, entries: Sequence[Entry], shape: tuple[int, ...]) -> Axes:
+        if Side("cache") in entries:
+            return (*[None] * (len(shape) - 1), self._cache_label(shape[-1]))
+        sides = any(isinstance(entry, Side) for entry in entries)
+        module, numbers = self._module(path) if sides else (ModuleLabel(), ())
+        templates = [
+            self._template(path, module, entry) if isinstance(entry, Side) else entry
+            for entry in entries
+        ]
+        return self.chart.bind(key, tuple(templates), shape, numbers)
+
+    def _template(self, path: str, module: ModuleLabel, side: Side) -> Template | None:
+        if side.of == COLUMN.of:
+            template = module.parameters["weight"][1]
+        else:
+            template = module.input if self._of(path, side) == "in" else module.output
+        return template.unsigned if template and not side.signed else template
+
+    def _of(self, path: str, side: Side) -> str:
+        """``in`` or ``out``, where a side is whichever is smaller or larger."""
+        if side.of in ("in", "out"):
+            return side.of
+        fewer = "in" if self._size(path, "in") <= self._size(path, "out") else "out"
+        more = "out" if fewer == "in" else "in"
+        return fewer if side.of == "small" else more
+
+    def _size(self, path: str, of: str) -> int:
+        """How many coordinates go into, or come out of, a module of the base."""
+        module = self._base_module(path)
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            raise ChartError(f"{path!r} is no linear layer or embedding.")
+        rows_first = isinstance(module, torch.nn.Embedding) or "Conv1D" in type(module).__name__
+        return int(weight.shape[0 if (of == "in") == rows_first else 1])
+
+    def _base_module(self, path: str) -> Any:
+        try:
+            return self.journey.skeleton.get_submodule(path)
+        except AttributeError as error:
+            raise ChartError(f"the base model has no module {path!r}.") from error
+
+    def _label(self, path: str, side: Side) -> tuple[Label | None, int]:
+        module, numbers = self._module(path)
+        size = self._size(path, self._of(path, side))
+        template = self._template(path, module, side)
+        return self.chart.bind(path, (template,), (size,), numbers)[0], size
+
+    def _require(self, path: str, need: Need) -> None:
+        label, size = self._label(path, need.side)
+        element = self.journey.element(label, size)
+        if element.is_identity or (need.verb == "flip" and bool((element.sign > 0).all())):
+            return
+        side = {"in": "inputs", "out": "outputs"}[need.side.of]
+        verb = "moves" if need.verb == "move" else "flips the signs of"
+        raise ArtifactError(
+            f"an adapter of PEFT type {self.config['peft_type']} on {path!r} cannot be moved by a "
+            f"gauge that {verb} its {side}: {need.reason}; "
+            f"{self.method.way_out or 'there is no way out'}."
+        )
+
+    def _shared_axes(self, key: str, rule: Rule, shape: tuple[int, ...]) -> Axes:
+        """The labels of a tensor of which every adapted module uses the beginning."""
+        axes: list[Label | None] = []
+        for entry, size in zip(rule.axes, shape, strict=True):
+            if not isinstance(entry, Side):
+                axes.append(None)
+                continue
+            used = [self._label(path, entry) for path in self.adapted]
+            label, most = max(used, key=lambda one: one[1], default=(None, size))
+            if most > size:
+                raise ChartError(f"it has {size} coordinates, its modules have {most}.")
+            whole = self.journey.element(label, most)
+            for other, count in used:
+                part = self.journey.element(other, count)
+                same = torch.equal(part.perm, whole.perm[:count])
+                if not same or not torch.equal(part.sign, whole.sign[:count]):
+                    raise ArtifactError(
+                        f"the adapter tensor {key!r} cannot be moved: {SHARED_REASON}; "
+                        f"{self.method.way_out}."
+                    )
+            # what no module uses stays where it is
+            axes.append(label if most == size else joined([label, None], [most, size - most]))
+        return tuple(axes)
+
+    def _backbone_axes(self, key: str, shape: tuple[int, ...]) -> Axes:
+        """A shadow backbone reads the base's embeddings: its stream is the base's, if as wide."""
+        if any("shadow_projection" in other for other in self.shapes):
+            return (None,) * len(shape)
+        name = re.sub(r"\.default(?=\.|$)", "", key).removeprefix(SHADOW_BACKBONE)
+        return self.chart.residual_alone().axes(name, shape)
+
+    def _cache_label(self, size: int) -> Label | None:
+        """The label of all layers' keys and values: per layer the keys' heads, then the values'."""
+        sites = [
+            (pattern, site)
+            for pattern, site in self.chart.sites.items()
+            if {"keys", "values"} <= set(site.spaces)
+        ]
+        if not sites:
+            return None
+        found: list[tuple[list[int], str, tuple[str, ...]]] = []
+        for name, _ in self.journey.skeleton.named_modules():
+            for pattern, _ in sites:
+                regex = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
+                numbers = [regex.fullmatch(path) for path in self.chart.bare(name)]
+                found += [([int(n) for n in m.groups()], pattern, m.groups()) for m in numbers if m]
+        if any("nopes" in site.spaces for _, site in sites) or size % (2 * len(found)):
+            raise ChartError("the layout of this model's key-value cache is not known.")
+        each = size // (2 * len(found))
+        labels: list[Label] = []
+        for _, pattern, numbers in sorted(found):
+            runs = (Layout(pattern, (Run(("kv", kind)),)) for kind in ("key", "value"))
+            for run in runs:
+                (label,) = self.chart.bind("prompt_embeddings", (run,), (each,), numbers)
+                assert label is not None
+                labels.append(label)
+        return joined(labels, [each] * len(labels))
+
+    # ---- adapters on bare parameters ---------------------------------------------------------
+
+    def _is_bare(self, path: str) -> bool:
+        """Whether a path is that of a module whose parameters are adapted one by one."""
+        bare = re.sub(r"(\.base_layer)+$", "", path)
+        module = self._module(bare)[0]
+        return module.input is None and module.output is None
+
+    def _parameter_axes(self, path: str, suffix: str, shape: tuple[int, ...]) -> Axes:
+        """A factor of the update of a bare parameter; of stacked experts it holds all of them.
+
+        peft nests one wrapper a parameter around the module, the first registered innermost. The
+        A factor runs over experts and rank, the B factor over rank and experts; A goes with the
+        last axis of the parameter and B with the one before, or the other way round where the
+        module says that it is transposed.
+        """
+        bare = re.sub(r"(\.base_layer)+$", "", path)
+        module = self._base_module(bare)
+        targets = tuple(self.config["target_parameters"])
+        names = [
+            name
+            for name in module._parameters
+            if any(f".{bare}.{name}".endswith(f".{target}") for target in targets)
+        ]
+        depth = path.count(".base_layer")
+        if depth >= len(names):
+            raise ChartError(f"target_parameters do not say which parameter of {bare!r} it adapts.")
+        name = names[len(names) - 1 - depth]
+        whole = tuple(module._parameters[name].shape)
+        axes = self.chart.axes(f"{bare}.{name}", whole)
+        first = suffix == "lora_A.weight"
+        if len(whole) == 2:
+            return self._matrix_factor(axes, first)
+        if len(whole) != 3:
+            raise ChartError(f"the parameter {name!r} has {len(whole)} axes.")
+        swapped = not getattr(module, "is_transposed", False)
+        label = axes[2 if first == swapped else 1]
+        stacked = next((axis for axis in axes if isinstance(axis, Fused)), None)
+        experts = stacked.leading if stacked is not None else axes[0]
+        count = whole[0]
+        rank = shape[0 if first else 1] // count
+        if isinstance(label, Fused) and label.span > 1:
+            fused = label.with_rank(rank, last=not first)
+            return (fused, fused)
+        if experts is None or isinstance(experts, Fused):
+            over: Label | None = None
+        elif first:
+            over = Fused((), (Section((count, rank), ((experts, (0,)),)),))
+        else:
+            over = Fused((), (Section((rank, count), ((experts, (1,)),)),))
+        return (over, label) if first else (label, over)
+
+    @staticmethod
+    def _matrix_factor(axes: Axes, first: bool) -> Axes:
+        if any(isinstance(axis, Fused) and axis.span > 1 for axis in axes):
+            raise ChartError(
+                "a low-rank update of one vector an expert has factors that no longer exist when "
+                "every expert's units are permuted on their own."
+            )
+        return (None, axes[1]) if first else (axes[0], None)
 
 
-def _require_movable(config: dict[str, Any]) -> None:
-    if config.get("peft_type") != "LORA":
-        raise ArtifactError(
-            f"the adapter is of PEFT type {config.get('peft_type')!r}; this release moves LORA."
+def _moved_entries(
+    labeller: Labeller, file: TensorFile
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors that hold single entries of an update, moved; and what to say of them."""
+    moved: dict[str, Tensor] = {}
+    remarks: dict[str, str] = {}
+    for path, one in labeller.entries():
+        indices, values = labeller.key_of(path, one.indices), labeller.key_of(path, one.values)
+        if indices is None or values is None:
+            raise ArtifactError(
+                f"the adapter on {path!r} has no {one.indices}, so it is not known where its "
+                "values stand."
+            )
+        axes, shape = labeller.weight_axes(path)
+        places = file.tensor(indices)
+        at = torch.unravel_index(places.long(), shape) if one.flat else tuple(places)
+        rows_columns, moved_values, _ = transport_entries(
+            at, file.tensor(values), axes, shape, labeller.journey.gauge
         )
-    for option, reason in REFUSED_OPTIONS.items():
-        if config.get(option):
-            raise ArtifactError(f"the adapter uses {option}, which cannot be moved: {reason}.")
-    init = str(config.get("init_lora_weights", True)).lower()
-    if init not in PLAIN_INITS:
-        raise ArtifactError(
-            f"the adapter's init_lora_weights is {init!r}, which changes the base weights when it "
-            "is loaded; save it as a plain LoRA first (save_pretrained with "
-            "path_initial_model_for_weight_conversion)."
+        assert moved_values is not None
+        moved[indices] = (
+            ravel(rows_columns, shape).to(places.dtype) if one.flat else torch.stack(rows_columns)
         )
+        moved[values] = moved_values
+        remarks |= {indices: "entries of (out, in)", values: "values at entries of (out, in)"}
+    return moved, remarks
+
+
+def _other_expert(labeller: Labeller, file: TensorFile, name: str) -> Tensor | None:
+    other = labeller.expert_key(name)
+    if other == name:
+        return None
+    if other not in file.shapes:
+        raise ArtifactError(
+            f"the adapter has {name!r} but not {other!r}, which moves there: all experts of a "
+            "layer must be adapted alike."
+        )
+    return file.tensor(other)

@@ -1,11 +1,10 @@
-"""SAELens sparse autoencoders on the residual stream: features stay, coordinates move.
+"""SAELens sparse autoencoders and transcoders: features stay, the coordinates they read move.
 
 Also here is how well one reconstructs a model's activations, which tells whether it has arrived.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,45 +15,75 @@ from torch import Tensor
 
 from signed_align.activations import (
     batches,
+    hook_activations,
     load_tokenizer,
-    residual_activations,
     sentences_of,
 )
-from signed_align.adapters.artifact import Artifact, read_json
-from signed_align.chart import RESIDUAL, Chart, Templates
+from signed_align.adapters.artifact import Artifact, Journey, Part
+from signed_align.adapters.formats import open_tensors, read_json
 from signed_align.checkpoint import Checkpoint
-from signed_align.errors import ArtifactError, one_line
-from signed_align.gauge import Gauge
-from signed_align.labels import Axes
+from signed_align.errors import ArtifactError, ChartError, one_line
+from signed_align.hooks import find_hook
+from signed_align.labels import Axes, Label
 
 CONFIG_NAME = "cfg.json"
 WEIGHTS_NAME = "sae_weights.safetensors"
 SPARSITY_NAME = "sparsity.safetensors"
+WHITENING_NAME = "activation_whitening.safetensors"
+STORE_NAME = "activations_store_state.safetensors"
 
-PER_FEATURE: Templates = (None,)
-TENSORS: Mapping[str, Templates] = {
-    "W_enc": (RESIDUAL, None),
-    "W_dec": (None, RESIDUAL),
-    "b_dec": (RESIDUAL,),
+# What the axes of a saved tensor index: the coordinates read, those written, or features (None).
+Sides = tuple[str | None, ...]
+PER_FEATURE: Sides = (None,)
+DICTIONARY: Mapping[str, Sides] = {
+    "W_enc": ("read", None),
+    "W_dec": (None, "written"),
+    "b_dec": ("written",),
     "b_enc": PER_FEATURE,
-    "b_gate": PER_FEATURE,
-    "b_mag": PER_FEATURE,
-    "r_mag": PER_FEATURE,
-    "threshold": PER_FEATURE,
-    "log_threshold": PER_FEATURE,
-    "scaling_factor": PER_FEATURE,
-    "sparsity": PER_FEATURE,
-    "topk_threshold": (),
 }
-ARCHITECTURES = {"standard", "gated", "jumprelu", "topk", "batchtopk"}
-TRANSFORMER_LENS_HOOK = re.compile(
-    r"hook_embed|blocks\.(\d+)\.hook_(resid_pre|resid_mid|resid_post|attn_out|mlp_out)"
-)
+SKIP: Mapping[str, Sides] = {"W_skip": ("written", "read")}
+THRESHOLD: Mapping[str, Sides] = {"threshold": PER_FEATURE, "log_threshold": PER_FEATURE}
+BATCH_THRESHOLD: Mapping[str, Sides] = {"topk_threshold": ()}
+ARCHITECTURES: Mapping[str, Mapping[str, Sides]] = {
+    "standard": DICTIONARY,
+    "gated": {**DICTIONARY, **dict.fromkeys(("b_gate", "b_mag", "r_mag"), PER_FEATURE)},
+    "jumprelu": {**DICTIONARY, **THRESHOLD},
+    "topk": DICTIONARY,
+    "abstopk": DICTIONARY,
+    "batchtopk": {**DICTIONARY, **BATCH_THRESHOLD},
+    "matryoshka_batchtopk": {**DICTIONARY, **BATCH_THRESHOLD},
+    "matching_pursuit": DICTIONARY,
+    "temporal": DICTIONARY,
+    "transcoder": DICTIONARY,
+    "skip_transcoder": {**DICTIONARY, **SKIP},
+    "jumprelu_transcoder": {**DICTIONARY, **THRESHOLD},
+    "jumprelu_skip_transcoder": {**DICTIONARY, **THRESHOLD, **SKIP},
+}
+"""Of every architecture of SAELens: what the axes of its tensors index."""
+
+OLD_SCALING: Mapping[str, Sides] = {
+    "scaling_factor": PER_FEATURE,
+    "finetuning_scaling_factor": PER_FEATURE,
+}
+TEMPORAL_ATTENTION = "attn_layers."
+"""A temporal SAE attends over positions, at the width of its features: nothing there moves."""
+
+NORMALISATIONS: Mapping[str, str] = {
+    "none": "the activations are read as they are",
+    "expected_average_only_in": "one number scales all coordinates alike",
+    "constant_norm_rescale": "a norm does not feel permutations and signs",
+    "constant_scalar_rescale": "one number scales all coordinates alike",
+    "layer_norm": "it subtracts the mean over coordinates: permutations and one common sign only",
+    "covariance_whitening": "mean and matrices move; the dictionary itself is in whitened "
+    "coordinates, which stay",
+}
+"""Of every ``normalize_activations`` of SAELens: how it takes a change of coordinates."""
+
 DEFAULT_TOKENS = 4096
 
 
 class SaeFamily:
-    """SAEs as SAELens' ``save_model`` and ``save_inference_model`` write them."""
+    """Dictionaries as SAELens' ``save_model`` and ``save_inference_model`` write them."""
 
     kind = "SAELens SAE"
 
@@ -63,50 +92,71 @@ class SaeFamily:
         return (path / CONFIG_NAME).is_file() and (path / WEIGHTS_NAME).is_file()
 
     def inspect(self, path: Path) -> dict[str, Any]:
-        """Architecture, sizes, hook and model."""
+        """Architecture, sizes, hooks and model."""
         config = read_json(path / CONFIG_NAME)
         metadata = _metadata(config)
         return {
             "architecture": config.get("architecture", "standard"),
             "d_in": config.get("d_in"),
+            "d_out": config.get("d_out"),
             "d_sae": config.get("d_sae"),
-            "hook_name": metadata.get("hook_name"),
+            "hook_name": metadata.get("hook_name") or metadata.get("hook_point"),
+            "hook_name_out": metadata.get("hook_name_out"),
             "model_name": metadata.get("model_name"),
-            "normalize_activations": config.get("normalize_activations", "none"),
+            "normalize_activations": _normalisation(config),
         }
 
-    def read(self, path: Path, chart: Chart, gauge: Gauge) -> Artifact:
-        """Read and label the SAE; raises ArtifactError, with the reason, if it cannot move."""
+    def read(self, path: Path, journey: Journey) -> Artifact:
+        """Read and label it; raises ArtifactError, with the reason, if it cannot move."""
         config = read_json(path / CONFIG_NAME)
         details = self.inspect(path)
-        _require_movable(details, config, chart, gauge)
-        moved = dict(config)
-        if gauge.target is not None:
-            if isinstance(moved.get("metadata"), dict):
-                moved["metadata"] = {**moved["metadata"], "model_name": gauge.target.name}
-            else:
-                moved["model_name"] = gauge.target.name
-        present = [name for name in (WEIGHTS_NAME, SPARSITY_NAME) if (path / name).is_file()]
+        sides = _sides(config, details, journey)
+        whitened = details["normalize_activations"] == "covariance_whitening"
+        table = dict(ARCHITECTURES[str(details["architecture"])])
+        if whitened and not (path / WHITENING_NAME).is_file():
+            raise ArtifactError(
+                f"the SAE reads whitened activations, and {WHITENING_NAME} is not beside it; fold "
+                "the whitening into its weights (SAELens does at the end of training)."
+            )
+        if whitened:
+            table = {name: (None,) * len(axes) for name, axes in table.items()}
+        parts = [Part(open_tensors(path / WEIGHTS_NAME), partial(_label, table, sides))]
+        if (path / SPARSITY_NAME).is_file():
+            counts = {"sparsity": PER_FEATURE}
+            parts.append(Part(open_tensors(path / SPARSITY_NAME), partial(_label, counts, sides)))
+        if (path / WHITENING_NAME).is_file():
+            whitening: Mapping[str, Sides] = {
+                "mean": ("read",),
+                "matrix": ("read", None),
+                "inverse_matrix": (None, "read"),
+            }
+            parts.append(
+                Part(open_tensors(path / WHITENING_NAME), partial(_label, whitening, sides))
+            )
         return Artifact(
             kind=self.kind,
             path=path,
             made_on=details["model_name"],
-            weights=tuple(present),
-            label=partial(label, chart),
-            settings={CONFIG_NAME: moved},
+            parts=parts,
+            settings={CONFIG_NAME: _moved_config(config, journey)},
+            carried=frozenset({STORE_NAME}),
         )
 
 
-def label(chart: Chart, name: str, shape: tuple[int, ...]) -> Axes:
-    """The axis labels of one tensor of a saved SAE.
-
-    Raises ArtifactError for a tensor that is not known, ChartError for one of another width.
-    """
-    if name not in TENSORS:
+def _label(
+    table: Mapping[str, Sides], sides: Mapping[str, Label], name: str, shape: tuple[int, ...]
+) -> Axes:
+    """The axis labels of one tensor of a saved dictionary."""
+    axes = table.get(name, OLD_SCALING.get(name))
+    if name.startswith(TEMPORAL_ATTENTION):
+        return (None,) * len(shape)
+    if axes is None:
         raise ArtifactError(
-            f"the SAE tensor {name!r} is not understood; known are {', '.join(TENSORS)}."
+            f"the SAE tensor {name!r} is not understood; known are {', '.join(table)}."
         )
-    return chart.bind(name, TENSORS[name], shape)
+    if len(axes) != len(shape):
+        raise ArtifactError(f"the SAE tensor {name!r} has shape {shape}, not {len(axes)} axes.")
+    return tuple(None if side is None else sides[side] for side in axes)
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
@@ -115,35 +165,88 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **metadata} if isinstance(metadata, dict) else config
 
 
-def _require_movable(
-    details: dict[str, Any], config: dict[str, Any], chart: Chart, gauge: Gauge
-) -> None:
+def _normalisation(config: dict[str, Any]) -> str:
+    """The normalisation; old configs say True for what is now called by name."""
+    value = config.get("normalize_activations", "none")
+    if isinstance(value, bool) or value is None:
+        return "expected_average_only_in" if value else "none"
+    return str(value)
+
+
+def _sides(config: dict[str, Any], details: dict[str, Any], journey: Journey) -> dict[str, Label]:
+    """The labels of the coordinates it reads and of those it writes; raises if it cannot move."""
     if str(details["architecture"]) not in ARCHITECTURES:
         raise ArtifactError(
-            f"the SAE's architecture is {details['architecture']!r}; this release moves "
+            f"the SAE's architecture is {details['architecture']!r}; known are "
             f"{', '.join(sorted(ARCHITECTURES))}."
         )
-    hook = details["hook_name"]
-    if not isinstance(hook, str) or not hook:
-        raise ArtifactError("the SAE does not say which hook it reads, so its space is not known.")
-    if not (TRANSFORMER_LENS_HOOK.fullmatch(hook) or chart.blocks_before(hook)):
-        raise ArtifactError(
-            f"the SAE reads {hook!r}, whose coordinates are not those of the residual stream; "
-            "the gauge says nothing about them."
-        )
-    if config.get("reshape_activations", "none") != "none":
-        raise ArtifactError("the SAE reshapes head outputs, which are not residual coordinates.")
     normalisation = details["normalize_activations"]
-    if normalisation == "covariance_whitening":
+    if normalisation not in NORMALISATIONS:
         raise ArtifactError(
-            "the SAE expects whitened activations, and the whitening matrix is not saved with it; "
-            "fold it into the weights first (fold_activation_whitening in SAELens)."
+            f"the SAE normalises with {normalisation!r}; known are {', '.join(NORMALISATIONS)}."
         )
-    if normalisation == "layer_norm" and not gauge.element(RESIDUAL.space).has_uniform_sign:
+    metadata = _metadata(config)
+    hook = details["hook_name"] or journey.hook
+    if not isinstance(hook, str) or not hook:
         raise ArtifactError(
-            "the SAE normalises with layer_norm, which subtracts the mean over coordinates; a "
-            "gauge that flips single signs changes that mean, so the SAE cannot follow it."
+            "the SAE does not say which hook it reads, so its space is not known; name it with "
+            "--hook."
         )
+    for key in ("hook_head_index", "hook_head_index_out", "hook_point_head_index"):
+        if metadata.get(key) is not None:
+            raise ArtifactError(
+                f"the SAE reads a single head ({key} {metadata[key]}), and heads change places."
+            )
+    loading = metadata.get("model_from_pretrained_kwargs") or {}
+    if isinstance(loading, dict) and loading.get("refactor_factored_attn_matrices"):
+        raise ArtifactError(
+            "the SAE was trained with refactor_factored_attn_matrices, which gives heads other "
+            "coordinates than the checkpoint has."
+        )
+    read = _side(hook, config.get("d_in"), journey)
+    out = details["hook_name_out"]
+    written = _side(str(out), config.get("d_out"), journey) if out else read
+    if "transcoder" in str(details["architecture"]) and not out:
+        raise ArtifactError(
+            "the transcoder does not say which hook it writes (hook_name_out), so the space of "
+            "its outputs is not known."
+        )
+    if normalisation == "layer_norm":
+        element = journey.element(read, int(config["d_in"]))
+        if not element.has_uniform_sign:
+            raise ArtifactError(
+                "the SAE normalises with layer_norm, which subtracts the mean over coordinates; a "
+                "gauge that flips single signs changes that mean, so the SAE cannot follow it."
+            )
+    return {"read": read, "written": written}
+
+
+def _side(hook: str, size: Any, journey: Journey) -> Label:
+    if not isinstance(size, int):
+        raise ArtifactError(f"the SAE's config gives the width {size!r} at {hook!r}.")
+    return journey.place(hook, size)[1]
+
+
+def _moved_config(config: dict[str, Any], journey: Journey) -> dict[str, Any]:
+    """The config as it reads after the move: it names the new model, and what was done.
+
+    A move that takes the last one back leaves no trace of either.
+    """
+    source, target = journey.gauge.source, journey.gauge.target
+    if source is None or target is None:
+        return config
+    top = not isinstance(config.get("metadata"), dict)
+    metadata = dict(config if top else config["metadata"])
+    metadata["model_name"] = target.name
+    step = {"from": source.summary(), "to": target.summary()}
+    steps = list(metadata.pop("signed_align_moves", []))
+    if steps and steps[-1] == {"from": step["to"], "to": step["from"]}:
+        steps.pop()
+    else:
+        steps.append(step)
+    if steps:
+        metadata["signed_align_moves"] = steps
+    return metadata if top else {**config, "metadata": metadata}
 
 
 def nmse(original: Tensor, reconstruction: Tensor) -> float:
@@ -170,7 +273,7 @@ def evaluate_sae(
     model : str or Path
         A local directory or a Hub id.
     sae : str or Path
-        A directory that ``SAE.load_from_disk`` reads, on a residual hook.
+        A directory that ``SAE.load_from_disk`` reads.
     text : path or sequence of str, optional
         What the model reads; by default English prose that ships with Python.
     max_tokens : int
@@ -187,7 +290,7 @@ def evaluate_sae(
     Raises
     ------
     SignedAlignError
-        If the SAE does not load, or is not on a residual hook of this model.
+        If the SAE does not load, or its hook cannot be read in this model.
     """
     from sae_lens import SAE
 
@@ -196,40 +299,37 @@ def evaluate_sae(
         dictionary = SAE.load_from_disk(str(sae), device=device)
     except Exception as error:  # a damaged SAE fails in many ways
         raise ArtifactError(f"SAELens cannot load {sae}: {one_line(error)}") from error
-    hook = str(dictionary.cfg.metadata.hook_name)
-    activations = residual_activations(
-        checkpoint,
-        _blocks_before(hook, checkpoint.chart),
-        batches(load_tokenizer(checkpoint), sentences_of(text), max_tokens=max_tokens),
-        device=device,
-    )
-    if activations.shape[1] != dictionary.cfg.d_in:
+    metadata = dictionary.cfg.metadata
+    hook = str(metadata.hook_name)
+    try:
+        places = [find_hook(checkpoint.chart, hook)]
+        if metadata.hook_name_out:
+            places.append(find_hook(checkpoint.chart, str(metadata.hook_name_out)))
+        activations = hook_activations(
+            checkpoint,
+            places,
+            batches(load_tokenizer(checkpoint), sentences_of(text), max_tokens=max_tokens),
+            device=device,
+        )
+    except ChartError as error:
+        raise ArtifactError(f"the SAE reads {hook!r}: {error}") from error
+    if activations[0].shape[1] != dictionary.cfg.d_in:
         raise ArtifactError(
             f"the SAE reads {dictionary.cfg.d_in} coordinates, the model has "
-            f"{activations.shape[1]}."
+            f"{activations[0].shape[1]}."
         )
     return {
-        "nmse": reconstruction_error(dictionary, activations),
-        "tokens": len(activations),
+        "nmse": reconstruction_error(dictionary, activations[0], activations[-1]),
+        "tokens": len(activations[0]),
         "hook_name": hook,
     }
 
 
 @torch.inference_mode()
-def reconstruction_error(sae: Any, activations: Tensor) -> float:
-    """The :func:`nmse` of an SAELens SAE on activations of shape (n, d)."""
+def reconstruction_error(sae: Any, activations: Tensor, wanted: Tensor | None = None) -> float:
+    """The :func:`nmse` of what an SAELens SAE makes of activations of shape (n, d).
+
+    ``wanted`` is what it should make of them: the activations themselves, but for a transcoder.
+    """
     sae.eval()
-    return nmse(activations, sae(activations.to(sae.device)).cpu())
-
-
-def _blocks_before(hook: str, chart: Chart) -> int:
-    """How many blocks have run at a hook on the input or output of a block."""
-    lens = TRANSFORMER_LENS_HOOK.fullmatch(hook)
-    blocks = chart.blocks_before(hook)
-    if lens and lens[2] in ("resid_pre", "resid_post"):
-        blocks = int(lens[1]) + (lens[2] == "resid_post")
-    if blocks is None:
-        raise ArtifactError(
-            f"the SAE reads {hook!r}; reconstruction is measured at the input or output of a block."
-        )
-    return blocks
+    return nmse(activations if wanted is None else wanted, sae(activations.to(sae.device)).cpu())

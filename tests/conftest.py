@@ -23,3 +23,16 @@ def twin(tmp_path_factory):
     gauge = scramble(source, root / "target", seed=3)
     gauge.save(root / "gauge.safetensors")
     return source, root / "target", gauge
+
+
+@pytest.fixture(scope="session")
+def full_twin(tmp_path_factory):
+    """A tiny llama, a twin of it changed in all spaces, and the true gauge between them."""
+    from signed_align import scramble
+    from tests import tiny
+
+    root = tmp_path_factory.mktemp("full-twin")
+    source = tiny.save(tiny.build("llama"), root / "source")
+    gauge = scramble(source, root / "target", seed=5, spaces=["all"])
+    gauge.save(root / "gauge.safetensors")
+    return source, root / "target", gauge

@@ -132,10 +132,10 @@ def rewrite(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"peft_type": "IA3"}, "'IA3'"),
+        ({"peft_type": "IA4"}, "'IA4'"),
         ({"use_qalora": True}, "QA-LoRA"),
+        ({"use_bdlora": True}, "block-diagonal"),
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
     ],
 )
 def test_adapters_that_cannot_move_are_refused(tmp_path, twin, changes, message):
@@ -187,9 +187,9 @@ def test_other_files_come_along(tmp_path, twin):
     source, _, gauge = twin
     adapter_on(source, tmp_path / "adapter", target_modules=["q_proj"])
     (tmp_path / "adapter" / "tokenizer.json").write_text("{}")
-    (tmp_path / "adapter" / "optimizer.pt").write_bytes(b"old coordinates")
+    (tmp_path / "adapter" / "backup.pt").write_bytes(b"old coordinates")
     report = port(tmp_path / "adapter", gauge, tmp_path / "ported")
-    assert report["left_out"] == ["optimizer.pt"]
+    assert report["left_out"] == ["backup.pt"]
     assert (tmp_path / "ported" / "tokenizer.json").read_text() == "{}"
 
 

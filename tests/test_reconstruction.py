@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from signed_align import Checkpoint, port, scramble
-from signed_align.activations import batches, load_tokenizer, residual_activations
+from signed_align.activations import batches, hook_activations, load_tokenizer
 from signed_align.adapters.sae import evaluate_sae, nmse
 from signed_align.errors import ArtifactError
+from signed_align.hooks import find_hook
 from tests import tiny
 from tests.test_recovery import TEXT, add_tokenizer
 from tests.test_sae import build
@@ -30,7 +31,8 @@ def pair(request, tmp_path_factory):
 def test_activations_are_those_of_the_whole_model(pair, blocks):
     checkpoint = Checkpoint.open(pair[0])
     todo = batches(load_tokenizer(checkpoint), ["abcdefgh", "xyz"], max_tokens=100)
-    found = residual_activations(checkpoint, blocks, todo)
+    hook = "blocks.0.hook_resid_pre" if blocks == 0 else f"blocks.{blocks - 1}.hook_resid_post"
+    (found,) = hook_activations(checkpoint, [find_hook(checkpoint.chart, hook)], todo)
     model, caught = tiny.load(pair[0]), []
     block = model.base_model.get_submodule(checkpoint.chart.blocks)
     if blocks == 0:
@@ -61,10 +63,10 @@ def test_the_error_follows_the_gauge(pair, tmp_path, hook):
 def test_what_cannot_be_measured_is_refused(pair, tmp_path):
     source, _, _ = pair
     build("standard", tmp_path / "mid", "blocks.0.hook_resid_mid")
-    with pytest.raises(ArtifactError, match="input or output of a block"):
+    with pytest.raises(ArtifactError, match="at which module"):
         evaluate_sae(source, tmp_path / "mid", text=TEXT)
     build("standard", tmp_path / "deep", "blocks.7.hook_resid_post")
-    with pytest.raises(ArtifactError, match="2 blocks"):
+    with pytest.raises(ArtifactError, match="none is number 7"):
         evaluate_sae(source, tmp_path / "deep", text=TEXT)
     with pytest.raises(ArtifactError, match="cannot load"):
         evaluate_sae(source, tmp_path / "none", text=TEXT)

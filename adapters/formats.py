@@ -1,0 +1,513 @@
+"""File formats that hold tensors: what is in a file, and a copy of it with every tensor moved.
+
+Nothing in a file is executed. Each format keeps what is no tensor as it is, so that a copy moved
+there and back has the bytes it began with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from signed_align.checkpoint import rewrite_safetensors
+from signed_align.errors import ArtifactError, one_line
+from signed_align.gauge import Gauge
+from signed_align.labels import Axes, transport
+
+Labelling = Callable[[str, tuple[int, ...]], Axes]
+"""From a tensor's name and shape to its axis labels; raises for a tensor it does not know."""
+
+MAX_BYTES = 64 * 2**30
+"""A file that says it unpacks to more than this is refused before it is unpacked."""
+
+TEXT = "SU"
+"""The kinds of NumPy arrays that hold text: they stay as they are."""
+
+ZIP64 = b"\x01\x00"
+"""The mark of 64-bit sizes in a zip header."""
+
+SEPARATOR = "/"
+"""Between the keys that lead to a tensor inside nested containers."""
+
+
+def itself(_: str) -> Tensor | None:
+    """Every tensor is made of the one of its own name."""
+    return None
+
+
+class TensorFile(Protocol):
+    """A file of named tensors."""
+
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def tensor(self, name: str) -> Tensor:
+        """One of its tensors."""
+        ...
+
+    def rewrite(
+        self,
+        destination: Path,
+        label: Labelling,
+        gauge: Gauge,
+        instead: Callable[[str], Tensor | None] = itself,
+    ) -> None:
+        """Write a copy in which every tensor is moved.
+
+        ``instead`` leads from a tensor's name to the tensor it is made of, where that is another
+        than the one of its name.
+        """
+        ...
+
+
+class SafetensorsFile:
+    """Moved tensor by tensor; the header stays byte for byte."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = safe_open(path, framework="pt")
+            self.metadata: Mapping[str, str] = self._file.metadata() or {}
+            self.shapes = {
+                name: tuple(self._file.get_slice(name).get_shape())
+                for name in list(self._file.keys())
+            }
+        except (SafetensorError, OSError) as error:
+            raise ArtifactError(
+                f"{path} is not a readable safetensors file (truncated or damaged?): {error}."
+            ) from error
+
+    def tensor(self, name: str) -> Tensor:
+        """One of its tensors."""
+        return self._file.get_tensor(name)
+
+    def rewrite(
+        self,
+        destination: Path,
+        label: Labelling,
+        gauge: Gauge,
+        instead: Callable[[str], Tensor | None] = itself,
+    ) -> None:
+        """Write a copy in which every tensor is moved."""
+        rewrite_safetensors(self.path, destination, label, gauge, origin=instead)
+
+
+def rename_model(path: Path, key: str, name: str) -> None:
+    """Write another text under a key of the metadata of a safetensors file."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"][key] = name
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+class TorchFile:
+    """What ``torch.save`` writes, read with ``weights_only=True``: nested containers of tensors.
+
+    ``content`` is the whole of it; a tensor's name is the keys that lead to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                require_bounded(archive, path)
+        try:
+            self.content = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged pickle fails in many ways
+            raise ArtifactError(
+                f"{path} is not read, because loading it safely (weights_only=True) fails: "
+                f"{one_line(error)[:300]}"
+            ) from error
+        self._tensors: dict[str, Tensor] = {}
+        try:
+            _walk(self.content, (), self._tensors, path)
+        except RecursionError as error:
+            raise ArtifactError(f"{path} holds containers that hold themselves.") from error
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """One of its tensors."""
+        return self._tensors[name]
+
+    def rewrite(
+        self,
+        destination: Path,
+        label: Labelling,
+        gauge: Gauge,
+        instead: Callable[[str], Tensor | None] = itself,
+    ) -> None:
+        """Write a copy in which every tensor is moved."""
+        tensors = _sharing(moved(self, label, gauge, instead), self._tensors)
+        torch.save(self.replaced(tensors), destination)
+
+    def replaced(self, tensors: Mapping[str, Any]) -> Any:
+        """The content with other values in the places of some tensors, by name."""
+        return _rebuilt(self.content, (), tensors)
+
+
+class NumpyFile:
+    """An ``.npy`` array, called ``array``, or an ``.npz`` archive of several."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._arrays: dict[str, np.ndarray[Any, Any]] = {}
+        self._members: dict[str, str] = {}
+        try:
+            if path.suffix == ".npy":
+                self._arrays["array"] = read_array(path.read_bytes(), path)
+            else:
+                with zipfile.ZipFile(path) as archive:
+                    require_sane(archive, path)
+                    for member in archive.namelist():
+                        array = read_array(archive.read(member), path)
+                        if array.dtype.kind not in TEXT:
+                            name = member.removesuffix(".npy")
+                            self._arrays[name], self._members[name] = array, member
+        except ArtifactError:
+            raise
+        except Exception as error:  # a damaged file fails in many ways
+            raise ArtifactError(f"{path} is not readable by NumPy: {one_line(error)}") from error
+        for name, array in self._arrays.items():
+            if not is_numeric(array):
+                raise ArtifactError(
+                    f"the array {name!r} of {path} is of the type {array.dtype}, which cannot be "
+                    "moved exactly."
+                )
+        self.shapes = {name: array.shape for name, array in self._arrays.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """One of its arrays."""
+        return to_tensor(self._arrays[name])
+
+    def rewrite(
+        self,
+        destination: Path,
+        label: Labelling,
+        gauge: Gauge,
+        instead: Callable[[str], Tensor | None] = itself,
+    ) -> None:
+        """Write a copy in which every array is moved."""
+        contents = {
+            name: array_bytes(tensor.numpy(), like=self._arrays[name])
+            for name, tensor in moved(self, label, gauge, instead).items()
+        }
+        if self.path.suffix == ".npy":
+            destination.write_bytes(contents["array"])
+            return
+        rewrite_archive(
+            self.path, destination, {self._members[name]: data for name, data in contents.items()}
+        )
+
+
+class GgufFile:
+    """A GGUF file whose tensors are plain floating-point numbers; patched in a copy."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from gguf import GGMLQuantizationType, GGUFReader
+        except ImportError as error:
+            raise ArtifactError(
+                f"reading {path} needs the gguf package: pip install gguf."
+            ) from error
+
+        self.path = path
+        dtypes = {
+            GGMLQuantizationType.F64: torch.float64,
+            GGMLQuantizationType.F32: torch.float32,
+            GGMLQuantizationType.F16: torch.float16,
+            GGMLQuantizationType.BF16: torch.bfloat16,
+        }
+        try:
+            self.reader = GGUFReader(path)
+            self.dtypes = {tensor.name: tensor.tensor_type for tensor in self.reader.tensors}
+            self.shapes = {
+                tensor.name: tuple(int(size) for size in reversed(tensor.shape))
+                for tensor in self.reader.tensors
+            }
+        except Exception as error:  # a damaged file fails in many ways
+            raise ArtifactError(f"{path} is not a readable GGUF file: {one_line(error)}") from error
+        if self.reader.byte_order != "I":
+            raise ArtifactError(f"{path} is written in the byte order of another machine.")
+        for name, kind in self.dtypes.items():
+            if kind not in dtypes:
+                raise ArtifactError(
+                    f"the tensor {name!r} of {path} is quantised ({kind.name}), so it cannot be "
+                    "permuted and sign-flipped exactly."
+                )
+        self._dtypes = {name: dtypes[kind] for name, kind in self.dtypes.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """One of its tensors."""
+        return self._view(self.reader, name).clone()
+
+    def field(self, name: str) -> Any:
+        """A metadata value, or None."""
+        found = self.reader.get_field(name)
+        return None if found is None else found.contents()
+
+    def rewrite(
+        self,
+        destination: Path,
+        label: Labelling,
+        gauge: Gauge,
+        instead: Callable[[str], Tensor | None] = itself,
+    ) -> None:
+        """Write a copy in which every tensor is moved."""
+        from gguf import GGUFReader
+
+        tensors = moved(self, label, gauge, instead)
+        shutil.copyfile(self.path, destination)
+        copy = GGUFReader(destination, "r+")
+        for name, tensor in tensors.items():
+            self._view(copy, name).copy_(tensor)
+        copy.data.flush()
+
+    def _view(self, reader: Any, name: str) -> Tensor:
+        (found,) = (tensor for tensor in reader.tensors if tensor.name == name)
+        raw = torch.from_numpy(found.data.reshape(-1).view(np.uint8))
+        return raw.view(self._dtypes[name]).reshape(self.shapes[name])
+
+
+def moved(
+    file: TensorFile,
+    label: Labelling,
+    gauge: Gauge,
+    instead: Callable[[str], Tensor | None] = itself,
+) -> dict[str, Tensor]:
+    """Every tensor of a file, moved."""
+    result = {}
+    for name, shape in file.shapes.items():
+        other = instead(name)
+        tensor = file.tensor(name) if other is None else other
+        result[name] = transport(tensor, label(name, tuple(shape)), gauge)
+    return result
+
+
+FORMATS: Mapping[str, Callable[[Path], TensorFile]] = {
+    ".safetensors": SafetensorsFile,
+    ".bin": TorchFile,
+    ".pt": TorchFile,
+    ".pth": TorchFile,
+    ".npy": NumpyFile,
+    ".npz": NumpyFile,
+    ".gguf": GgufFile,
+}
+"""By the suffix of the file's name."""
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """The tensors of a file; raises ArtifactError if it is damaged or of no known format."""
+    if path.suffix not in FORMATS:
+        raise ArtifactError(f"{path} is in none of the formats {', '.join(FORMATS)}.")
+    return FORMATS[path.suffix](path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; raises ArtifactError if it is not one."""
+    content = read_any_json(path)
+    if not isinstance(content, dict):
+        raise ArtifactError(f"{path} holds no JSON object.")
+    return content
+
+
+def read_any_json(path: Path) -> Any:
+    """Any JSON value from a file; raises ArtifactError if it is not readable."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path} is not readable JSON: {error}.") from error
+
+
+def json_like(text: str, content: Any) -> str:
+    """``content`` as JSON, laid out as ``text`` is, if that is a way in which Python writes it."""
+    old = json.loads(text)
+    for indent in (None, 0, 1, 2, 3, 4, "\t"):
+        for separators in (None, (",", ":"), (", ", ": ")):
+            for ascii_only in (True, False):
+
+                def dump(
+                    value: Any,
+                    indent: Any = indent,
+                    separators: Any = separators,
+                    ascii_only: bool = ascii_only,
+                ) -> str:
+                    return json.dumps(
+                        value, indent=indent, separators=separators, ensure_ascii=ascii_only
+                    )
+
+                for end in ("", "\n"):
+                    if dump(old) + end == text:
+                        return dump(content) + end
+    return json.dumps(content, indent=2) + "\n"
+
+
+def require_bounded(archive: zipfile.ZipFile, path: Path) -> None:
+    """Raise ArtifactError for an archive that says it unpacks to too much."""
+    if sum(member.file_size for member in archive.infolist()) > MAX_BYTES:
+        raise ArtifactError(f"{path} says that it unpacks to more than {MAX_BYTES} bytes.")
+
+
+def require_sane(archive: zipfile.ZipFile, path: Path) -> None:
+    """Raise ArtifactError for an archive that unpacks to too much, or out of its folder."""
+    require_bounded(archive, path)
+    names = archive.namelist()
+    if len(set(names)) != len(names) or any(Path(name).name != name for name in names):
+        raise ArtifactError(f"{path} is an archive with doubled or nested names.")
+
+
+def rewrite_archive(source: Path, destination: Path, contents: Mapping[str, bytes]) -> None:
+    """Copy a zip archive, member by member, with other contents for some of them.
+
+    Order, dates and compression of the members stay, and the form of their headers.
+    """
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(destination, "w") as new:
+        missing = sorted(set(contents) - set(old.namelist()))
+        if missing:
+            raise ArtifactError(f"{source} has no member {missing[0]!r}.")
+        for member in old.infolist():
+            data = contents.get(member.filename)
+            data = old.read(member) if data is None else data
+            wide = _has_wide_header(source, member)
+            with new.open(member, "w", force_zip64=wide) as writer:
+                writer.write(data)
+
+
+def _has_wide_header(path: Path, member: zipfile.ZipInfo) -> bool:
+    """Whether a member's header has room for 64-bit sizes, as NumPy asks for."""
+    with open(path, "rb") as file:
+        file.seek(member.header_offset + 26)
+        name_length, extra_length = struct.unpack("<HH", file.read(4))
+        file.seek(name_length, 1)
+        return file.read(extra_length)[:2] == ZIP64
+
+
+def array_bytes(array: np.ndarray[Any, Any], like: np.ndarray[Any, Any]) -> bytes:
+    """An array as the bytes of an ``.npy`` file, in the order in memory of another."""
+    buffer = BytesIO()
+    fortran = like.flags.f_contiguous and not like.flags.c_contiguous
+    ordered = np.asarray(array.astype(like.dtype, copy=False), order="F" if fortran else "C")
+    np.lib.format.write_array(buffer, ordered, allow_pickle=False)
+    return buffer.getvalue()
+
+
+def is_numeric(array: np.ndarray[Any, Any]) -> bool:
+    """Whether an array holds numbers of a type that torch has too."""
+    return array.dtype.kind in "fiubc" and array.dtype.itemsize <= 8 + 8 * (array.dtype.kind == "c")
+
+
+def to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    """An array as a tensor, which has the machine's own byte order and lies in order."""
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return torch.from_numpy(np.array(native, order="C"))
+
+
+def read_array(data: bytes, path: Path) -> np.ndarray[Any, Any]:
+    """An array from the bytes of an ``.npy`` file, if its header says how many there are."""
+    buffer = BytesIO(data)
+    version = np.lib.format.read_magic(buffer)
+    read_header = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }.get(version)
+    if read_header is None:
+        raise ArtifactError(f"{path} holds an array of an unknown version of the .npy format.")
+    shape, _, dtype = read_header(buffer)
+    if dtype.hasobject:
+        raise ArtifactError(f"{path} holds pickled objects, which are not loaded: they are code.")
+    if math.prod(shape) * dtype.itemsize != len(data) - buffer.tell():
+        raise ArtifactError(f"{path} holds an array whose size is not what its header says.")
+    buffer.seek(0)
+    return np.lib.format.read_array(buffer, allow_pickle=False)
+
+
+def _walk(value: Any, path: tuple[Any, ...], found: dict[str, Tensor], file: Path) -> None:
+    """Collect the tensors in nested containers under the keys that lead to them."""
+    if isinstance(value, Tensor):
+        name = SEPARATOR.join(map(str, path)) or "tensor"
+        if name in found:
+            raise ArtifactError(f"{file} holds two tensors that would both be called {name!r}.")
+        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            raise ArtifactError(
+                f"the tensor {name!r} of {file} is of the kind {type(value).__name__} "
+                f"({value.layout}), which cannot be moved exactly."
+            )
+        found[name] = value.detach()
+    elif isinstance(value, (torch.UntypedStorage, torch.storage.TypedStorage)):
+        raise ArtifactError(f"{file} holds bare storage rather than a tensor.")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _walk(item, (*path, key), found, file)
+    elif isinstance(value, (list, tuple)):
+        for key, item in enumerate(value):
+            _walk(item, (*path, key), found, file)
+
+
+def _sharing(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, sharing memory as those do that they are made of, where values allow.
+
+    What tensors share is written once: the rows of one matrix under several keys.
+    """
+    users = Counter(tensor.untyped_storage().data_ptr() for tensor in like.values())
+    copies: dict[int, torch.UntypedStorage] = {}
+    result = dict(tensors)
+    for name, old in like.items():
+        new, storage = tensors[name], old.untyped_storage()
+        fills = old.is_contiguous() and storage.nbytes() == old.numel() * old.element_size()
+        alone = fills and users[storage.data_ptr()] == 1
+        repeats = 0 in old.stride() or not old.numel()
+        if alone or repeats or (new.shape, new.dtype) != (old.shape, old.dtype):
+            continue
+        if storage.data_ptr() not in copies:
+            copies[storage.data_ptr()] = storage.clone()
+        place = (old.storage_offset(), old.size(), old.stride())
+        view = torch.empty(0, dtype=old.dtype).set_(copies[storage.data_ptr()], *place)
+        result[name] = view.copy_(new)
+    return {
+        name: tensor if _same_bits(tensor, tensors[name]) else tensors[name]
+        for name, tensor in result.items()
+    }
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return True
+    return torch.equal(
+        one.reshape(-1).contiguous().view(torch.uint8),
+        other.reshape(-1).contiguous().view(torch.uint8),
+    )
+
+
+def _rebuilt(value: Any, path: tuple[Any, ...], tensors: Mapping[str, Any]) -> Any:
+    """The containers again, with the tensors that are given in place of the old ones."""
+    if isinstance(value, Tensor):
+        moved = tensors.get(SEPARATOR.join(map(str, path)) or "tensor")
+        if not isinstance(moved, Tensor):
+            return value if moved is None else moved
+        if isinstance(value, torch.nn.Parameter):
+            return torch.nn.Parameter(moved, value.requires_grad)
+        return moved
+    if isinstance(value, dict):
+        items = ((key, _rebuilt(item, (*path, key), tensors)) for key, item in value.items())
+        copy = value.copy()
+        copy.update(items)
+        return copy
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        parts = [_rebuilt(item, (*path, key), tensors) for key, item in enumerate(value)]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
