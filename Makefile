@@ -8,7 +8,7 @@ OUT    ?= demo-out
 bin   := $(VENV)/bin
 stamp := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint benchmarks clean docs/support.md
+.PHONY: demo test test-slow lint benchmarks clean docs/support.md docs/peft.md
 
 demo: $(stamp)
 	$(bin)/signed-align demo --out $(OUT)
@@ -40,6 +40,11 @@ benchmarks: $(stamp)
 docs/support.md: $(stamp)
 	$(bin)/signed-align support --quiet --markdown > build-support.md
 	mv build-support.md $@
+
+# The table of PEFT types.
+docs/peft.md: $(stamp)
+	$(bin)/signed-align support --quiet --peft --markdown > build-peft.md
+	mv build-peft.md $@
 
 $(stamp): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -52,7 +52,11 @@ class TensorFile(Protocol):
     """A file of named tensors."""
 
     path: Path
-    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Its tensors, by name."""
+        ...
 
     def tensor(self, name: str) -> Tensor:
         """One of its tensors."""
@@ -81,7 +85,7 @@ class SafetensorsFile:
         try:
             self._file = safe_open(path, framework="pt")
             self.metadata: Mapping[str, str] = self._file.metadata() or {}
-            self.shapes = {
+            self.shapes: Mapping[str, tuple[int, ...]] = {
                 name: tuple(self._file.get_slice(name).get_shape())
                 for name in list(self._file.keys())
             }
@@ -139,11 +143,13 @@ class TorchFile:
             _walk(self.content, (), self._tensors, path)
         except RecursionError as error:
             raise ArtifactError(f"{path} holds containers that hold themselves.") from error
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(tensor.shape) for name, tensor in self._tensors.items()
+        }
 
     def tensor(self, name: str) -> Tensor:
         """One of its tensors."""
-        return self._tensors[name]
+        return self._tensors[name].detach()
 
     def rewrite(
         self,
@@ -189,7 +195,9 @@ class NumpyFile:
                     f"the array {name!r} of {path} is of the type {array.dtype}, which cannot be "
                     "moved exactly."
                 )
-        self.shapes = {name: array.shape for name, array in self._arrays.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: array.shape for name, array in self._arrays.items()
+        }
 
     def tensor(self, name: str) -> Tensor:
         """One of its arrays."""
@@ -236,7 +244,7 @@ class GgufFile:
         try:
             self.reader = GGUFReader(path)
             self.dtypes = {tensor.name: tensor.tensor_type for tensor in self.reader.tensors}
-            self.shapes = {
+            self.shapes: Mapping[str, tuple[int, ...]] = {
                 tensor.name: tuple(int(size) for size in reversed(tensor.shape))
                 for tensor in self.reader.tensors
             }
@@ -254,7 +262,7 @@ class GgufFile:
 
     def tensor(self, name: str) -> Tensor:
         """One of its tensors."""
-        return self._view(self.reader, name).clone()
+        return self._view(self.reader, name, np.array)
 
     def field(self, name: str) -> Any:
         """A metadata value, or None."""
@@ -278,9 +286,9 @@ class GgufFile:
             self._view(copy, name).copy_(tensor)
         copy.data.flush()
 
-    def _view(self, reader: Any, name: str) -> Tensor:
+    def _view(self, reader: Any, name: str, see: Callable[[Any], Any] = np.asarray) -> Tensor:
         (found,) = (tensor for tensor in reader.tensors if tensor.name == name)
-        raw = torch.from_numpy(found.data.reshape(-1).view(np.uint8))
+        raw = torch.from_numpy(see(found.data.reshape(-1).view(np.uint8)))
         return raw.view(self._dtypes[name]).reshape(self.shapes[name])
 
 
@@ -400,10 +408,16 @@ def _has_wide_header(path: Path, member: zipfile.ZipInfo) -> bool:
 def array_bytes(array: np.ndarray[Any, Any], like: np.ndarray[Any, Any]) -> bytes:
     """An array as the bytes of an ``.npy`` file, in the order in memory of another."""
     buffer = BytesIO()
-    fortran = like.flags.f_contiguous and not like.flags.c_contiguous
-    ordered = np.asarray(array.astype(like.dtype, copy=False), order="F" if fortran else "C")
-    np.lib.format.write_array(buffer, ordered, allow_pickle=False)
+    np.lib.format.write_array(buffer, ordered_like(array, like), allow_pickle=False)
     return buffer.getvalue()
+
+
+def ordered_like(array: np.ndarray[Any, Any], like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """An array in the order in memory, and the byte order, of another."""
+    typed = array.astype(like.dtype, copy=False)
+    if like.flags.f_contiguous and not like.flags.c_contiguous:
+        return np.asfortranarray(typed)
+    return np.asarray(typed, order="C")
 
 
 def is_numeric(array: np.ndarray[Any, Any]) -> bool:
@@ -447,7 +461,7 @@ def _walk(value: Any, path: tuple[Any, ...], found: dict[str, Tensor], file: Pat
                 f"the tensor {name!r} of {file} is of the kind {type(value).__name__} "
                 f"({value.layout}), which cannot be moved exactly."
             )
-        found[name] = value.detach()
+        found[name] = value
     elif isinstance(value, (torch.UntypedStorage, torch.storage.TypedStorage)):
         raise ArtifactError(f"{file} holds bare storage rather than a tensor.")
     elif isinstance(value, dict):
@@ -465,6 +479,7 @@ def _sharing(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[
     """
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in like.values())
     copies: dict[int, torch.UntypedStorage] = {}
+    views: dict[int, Tensor] = {}
     result = dict(tensors)
     for name, old in like.items():
         new, storage = tensors[name], old.untyped_storage()
@@ -476,8 +491,11 @@ def _sharing(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[
         if storage.data_ptr() not in copies:
             copies[storage.data_ptr()] = storage.clone()
         place = (old.storage_offset(), old.size(), old.stride())
-        view = torch.empty(0, dtype=old.dtype).set_(copies[storage.data_ptr()], *place)
-        result[name] = view.copy_(new)
+        if id(old) not in views:  # the same tensor in two places stays the same
+            views[id(old)] = torch.empty(0, dtype=old.dtype).set_(
+                copies[storage.data_ptr()], *place
+            )
+        result[name] = views[id(old)].copy_(new)
     return {
         name: tensor if _same_bits(tensor, tensors[name]) else tensors[name]
         for name, tensor in result.items()

@@ -190,8 +190,7 @@ class Labeller:
             suffix: re.compile(rf"(?:(.*)\.)?{re.escape(suffix).replace(chr(92) + '*', '[0-9]+')}")
             for suffix in sorted(
                 {*self.method.tensors, *self.method.shared, *self._entry_names()},
-                key=len,
-                reverse=True,
+                key=lambda suffix: ("*" in suffix, -len(suffix)),
             )
         }
 
@@ -437,8 +436,8 @@ class Labeller:
         for name, _ in self.journey.skeleton.named_modules():
             for pattern, _ in sites:
                 regex = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
-                numbers = [regex.fullmatch(path) for path in self.chart.bare(name)]
-                found += [([int(n) for n in m.groups()], pattern, m.groups()) for m in numbers if m]
+                places = [regex.fullmatch(path) for path in self.chart.bare(name)]
+                found += [([int(n) for n in m.groups()], pattern, m.groups()) for m in places if m]
         if any("nopes" in site.spaces for _, site in sites) or size % (2 * len(found)):
             raise ChartError("the layout of this model's key-value cache is not known.")
         each = size // (2 * len(found))

@@ -277,7 +277,7 @@ METHODS: Mapping[str, Method] = {
             }
         ),
         way_out=MERGE,
-        remark="a single block moves",
+        remark="a single block moves through any gauge",
     ),
     "C3A": Method(
         _rules(
@@ -289,7 +289,7 @@ METHODS: Mapping[str, Method] = {
             }
         ),
         way_out=CONVERT,
-        remark="blocks of size 1 move",
+        remark="blocks of size 1 move through any gauge",
     ),
     "CARTRIDGE": Method(CACHED, remark="cached keys and values, head by head"),
     "CPT": Method(PROMPT),
@@ -305,7 +305,7 @@ METHODS: Mapping[str, Method] = {
             }
         ),
         way_out=MERGE,
-        remark="qr with para moves",
+        remark="the form of `qr` with `para` moves through any gauge",
     ),
     "DELORA": Method(
         _rules(
@@ -379,7 +379,7 @@ METHODS: Mapping[str, Method] = {
             }
         ),
         way_out=CONVERT,
-        remark="gralora_k of 1 moves",
+        remark="a `gralora_k` of 1 moves through any gauge",
     ),
     "HIRA": Method(
         _rules(
@@ -453,7 +453,7 @@ METHODS: Mapping[str, Method] = {
             }
         ),
         way_out=CONVERT,
-        remark="decompose_factor of 1 moves",
+        remark="a `decompose_factor` of 1 moves through any gauge",
     ),
     "MISS": Method(
         _rules(
@@ -514,7 +514,7 @@ METHODS: Mapping[str, Method] = {
             }
         ),
         way_out=MERGE,
-        remark="odd activations (tanh, linear) move",
+        remark="with an odd activation (tanh, linear) it moves through any gauge",
     ),
     "POLY": Method(
         _rules(
@@ -530,7 +530,7 @@ METHODS: Mapping[str, Method] = {
                 "poly_router.module_logits": (None, None),
             }
         ),
-        remark="n_splits of 1 moves",
+        remark="an `n_splits` of 1 moves through any gauge",
     ),
     "PREFIX_TUNING": Method(CACHED, remark="cached keys and values, head by head"),
     "PROMPT_TUNING": Method(PROMPT),

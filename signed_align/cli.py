@@ -342,29 +342,81 @@ def apply_command(
 @click.option(
     "--gauge", required=True, type=click.Path(path_type=Path), help="Gauge file to move through."
 )
-@output_directory
+@click.option(
+    "-o",
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="File or directory to make, whichever ARTIFACT is.",
+)
+@click.option(
+    "--hook",
+    help="Where in the model the artifact belongs, if it does not say so itself: "
+    "blocks.3.mlp.hook_post, model.layers.3, …",
+)
+@click.option("--explain", is_flag=True, help="Show how each tensor was labelled.")
+@click.option(
+    "--allow-pickle",
+    is_flag=True,
+    help="Accept files whose loading runs code in them (joblib); only for files you trust.",
+)
 @inverse_option
 @any_source_option
 @existing_output
 def port_command(
-    artifact: Path, gauge: Path, out: Path, inverse: bool, any_source: bool, force: bool
+    artifact: Path,
+    gauge: Path,
+    out: Path,
+    hook: str | None,
+    explain: bool,
+    allow_pickle: bool,
+    inverse: bool,
+    any_source: bool,
+    force: bool,
 ) -> Report:
-    """Move ARTIFACT (a PEFT LoRA adapter or an SAELens SAE) to the gauge's target."""
+    """Move ARTIFACT to the gauge's target.
+
+    An artifact is a PEFT adapter, an SAELens dictionary, a control or steering vector, a
+    scikit-learn probe, the state of an optimizer, a Trainer checkpoint, a list of neurons, or a
+    directory of several of these.
+    """
     from signed_align.adapters import port
     from signed_align.gauge import Gauge
 
     result = port(
-        artifact, Gauge.load(gauge), out, inverse=inverse, any_source=any_source, force=force
+        artifact,
+        Gauge.load(gauge),
+        out,
+        hook=hook,
+        inverse=inverse,
+        any_source=any_source,
+        allow_pickle=allow_pickle,
+        force=force,
     )
     checked = "checked by fingerprint" if result["source_verified"] else "not proved"
     return Report(
         result,
         [
-            f"Recognised a {result['kind']}; moved {result['tensors']} tensors to {out}.",
+            f"Recognised: {result['kind']}; moved {result['tensors']} tensors to {out}.",
             f"  made on {result['made_on'] or 'an unnamed model'} ({checked})",
+            *(f"  {note}" for note in result["notes"]),
             *_left_out(result),
+            *(_explained(result["labels"]) if explain else []),
         ],
     )
+
+
+def _explained(labels: list[dict[str, Any]]) -> list[str]:
+    """How each tensor was labelled, in lines."""
+    width = max((len(row["tensor"]) for row in labels), default=0)
+    return [
+        "  how each tensor was labelled (|x|: permuted, keeps its sign; ·: stays)",
+        *(
+            f"    {row['file']}  {row['tensor']:{width}}  {tuple(row['shape'])}  {row['axes']}"
+            f"{'' if row['moved'] else '  as it was'}"
+            for row in labels
+        ),
+    ]
 
 
 @command("merge", cls=MergekitCommand)
@@ -513,10 +565,16 @@ def evaluate_command(
 
 @command("support")
 @click.argument("types", nargs=-1)
+@click.option("--peft", is_flag=True, help="Say which PEFT types move, and which do not and why.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a page of documentation.")
-def support_command(types: tuple[str, ...], as_markdown: bool) -> Report:
+def support_command(types: tuple[str, ...], peft: bool, as_markdown: bool) -> Report:
     """Prove the charts of transformers' causal language models, or of the model TYPES given."""
     from signed_align.support import markdown, model_types, table
+
+    if types and peft:
+        raise SignedAlignError("--peft is about adapters; name no model types with it.")
+    if peft:
+        return _peft_support(as_markdown)
 
     if types and as_markdown:
         raise SignedAlignError("--markdown writes the page of all types; name none.")
@@ -539,6 +597,21 @@ def support_command(types: tuple[str, ...], as_markdown: bool) -> Report:
     return Report(
         {"models": [entry.to_dict() for entry in entries]},
         markdown(entries).splitlines() if as_markdown else lines,
+    )
+
+
+def _peft_support(as_markdown: bool) -> Report:
+    from signed_align.adapters.peft_table import markdown, table
+
+    rows = table()
+    width = max(len(row.peft_type) for row in rows)
+    lines = [
+        f"{row.peft_type:{width}}  {row.verdict:9} {'; '.join(row.conditions)}".rstrip()
+        for row in rows
+    ]
+    return Report(
+        {"peft": [row.to_dict() for row in rows]},
+        markdown(rows).splitlines() if as_markdown else lines,
     )
 
 

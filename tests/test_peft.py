@@ -1,14 +1,18 @@
 """Every PEFT type: what the table says moves computes the same, and what it refuses is refused."""
 
+import json
 import warnings
+from pathlib import Path
 
 import peft
 import pytest
 import torch
 from peft import PeftModel, PeftType, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from signed_align import port, scramble
 from signed_align.adapters.peft_methods import METHODS, REFUSALS
+from signed_align.adapters.peft_table import markdown, table
 from signed_align.errors import ArtifactError
 from tests import tiny
 
@@ -37,6 +41,7 @@ MODELS = {
         "head_dim": 16,
     },
 }
+DOCS = Path(__file__).parents[1] / "docs" / "peft.md"
 CAUSAL = {"task_type": "CAUSAL_LM"}
 CPT = {
     "cpt_token_ids": [5, 6, 7, 8],
@@ -358,3 +363,179 @@ def test_no_type_is_unknown():
     assert set(METHODS) - tried == {"XLORA"}
     assert len({case[0] for case in MOVING.values()}) >= 20
     assert set(REFUSALS) <= {case[0] for case in REFUSED.values()}
+
+
+def test_an_xlora_mixture_moves_with_its_experts(pairs, tmp_path):
+    source, target, gauge = pairs("llama")
+    for name in ("0", "1"):
+        make(
+            "LORA",
+            {"target_modules": LINEAR, "r": int(name) + 2},
+            source,
+            tmp_path / "experts" / name,
+        )
+    from peft import XLoraConfig
+
+    def mixture(base, root):
+        model = tiny.load(base)
+        model.config.use_cache = False
+        config = XLoraConfig(
+            task_type="CAUSAL_LM",
+            hidden_size=tiny.WIDTH,
+            xlora_depth=1,
+            adapters={name: str(root / name) for name in ("0", "1")},
+        )
+        return get_peft_model(model, config).eval()
+
+    torch.manual_seed(0)
+    home = mixture(source, tmp_path / "experts")
+    with torch.no_grad():
+        classifier = home.base_model.internal_xlora_classifier.layers[0]
+        classifier.weight.normal_()
+        classifier.bias.normal_()
+    key = "base_model.internal_xlora_classifier.layers.0"
+    (tmp_path / "experts" / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "XLORA", "base_model_name_or_path": str(source)})
+    )
+    save_file(
+        {f"{key}.weight": classifier.weight.data, f"{key}.bias": classifier.bias.data},
+        tmp_path / "experts" / "adapter_model.safetensors",
+    )
+    report = port(tmp_path / "experts", gauge, tmp_path / "ported")
+    assert len(report["artifacts"]) == 3
+    away = mixture(target, tmp_path / "ported")
+    state = load_file(tmp_path / "ported" / "adapter_model.safetensors")
+    with torch.no_grad():
+        moved = away.base_model.internal_xlora_classifier.layers[0]
+        moved.weight.copy_(state[f"{key}.weight"])
+        moved.bias.copy_(state[f"{key}.bias"])
+    before, after = logits(home, "XLORA"), logits(away, "XLORA")
+    assert tiny.relative_change(before, after) <= 1e-5
+    with torch.no_grad():
+        moved.weight.copy_(classifier.weight)
+    assert tiny.relative_change(before, logits(away, "XLORA")) > 1e-3
+
+
+def test_adapters_saved_as_bin_move(pairs, tmp_path):
+    source, target, gauge = pairs("llama")
+    model = make("LORA", {"target_modules": LINEAR}, source, tmp_path / "safe")
+    model.save_pretrained(tmp_path / "adapter", safe_serialization=False)
+    assert not (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    home = logits(on(source, tmp_path / "adapter"), "LORA")
+    port(tmp_path / "adapter", gauge, tmp_path / "ported")
+    away = logits(on(target, tmp_path / "ported"), "LORA")
+    assert tiny.relative_change(home, away) <= 1e-5
+    port(tmp_path / "ported", gauge, tmp_path / "back", inverse=True)
+    name = "adapter_model.bin"
+    assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
+
+
+class Code:
+    """What a hostile pickle holds: unpickling it runs a command."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        import os
+
+        return os.system, (f"touch {self.mark}",)
+
+
+def test_a_bin_that_holds_code_is_refused_and_not_run(pairs, tmp_path):
+    source, _, gauge = pairs("llama")
+    make("LORA", {"target_modules": ["q_proj"]}, source, tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    torch.save({"weight": Code(tmp_path / "mark")}, tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(ArtifactError, match="weights_only"):
+        port(tmp_path / "adapter", gauge, tmp_path / "ported")
+    assert not (tmp_path / "mark").exists()
+    assert not (tmp_path / "ported").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("lora_magnitude_vector", "lora_magnitude_vector.weight"),
+        ("lora_magnitude_vector", "lora_magnitude_vector.default.weight"),
+        (".lora_A.weight", ".lora_A.default.weight"),
+    ],
+)
+def test_old_key_styles_that_peft_still_loads_move(pairs, tmp_path, old, new):
+    source, target, gauge = pairs("llama")
+    make("LORA", {"target_modules": LINEAR, "use_dora": True}, source, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    state = load_file(file)
+    save_file({name.replace(old, new): tensor for name, tensor in state.items()}, file)
+    home = logits(on(source, tmp_path / "adapter"), "LORA")
+    port(tmp_path / "adapter", gauge, tmp_path / "ported")
+    away = logits(on(target, tmp_path / "ported"), "LORA")
+    assert tiny.relative_change(home, away) <= 1e-5
+
+
+def test_adapters_on_experts_that_are_stored_one_by_one_change_places(pairs, tmp_path):
+    """The keys of transformers 4, which peft fuses when it loads them."""
+    source, target, gauge = pairs("qwen3_moe")
+    make(
+        "LORA",
+        {"target_modules": ["q_proj"], "r": 3, "lora_alpha": 3},
+        source,
+        tmp_path / "adapter",
+    )
+    generator = torch.Generator().manual_seed(0)
+    state = {}
+    sizes = {"gate_proj": (20, 48), "up_proj": (20, 48), "down_proj": (48, 20)}
+    for layer in range(2):
+        for expert in range(4):
+            for name, (rows, columns) in sizes.items():
+                path = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}"
+                for factor, shape in (("A", (3, columns)), ("B", (rows, 3))):
+                    state[f"{path}.lora_{factor}.weight"] = torch.randn(shape, generator=generator)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(state, file)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config["target_modules"] = list(sizes)
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    home = logits(on(source, tmp_path / "adapter"), "LORA")
+    assert tiny.relative_change(home, tiny.logits(tiny.load(source))) > 1e-2
+    port(tmp_path / "adapter", gauge, tmp_path / "ported")
+    assert tiny.relative_change(home, logits(on(target, tmp_path / "ported"), "LORA")) <= 1e-5
+    save_file({k: v for k, v in state.items() if "experts.2.up" not in k}, file)
+    with pytest.raises(ArtifactError, match="all experts"):
+        port(tmp_path / "adapter", gauge, tmp_path / "again")
+
+
+def test_several_adapters_in_one_directory_move_together(pairs, tmp_path):
+    source, target, gauge = pairs("llama")
+    make("LORA", {"target_modules": LINEAR}, source, tmp_path / "run" / "first")
+    make(
+        "IA3",
+        {"target_modules": LINEAR, "feedforward_modules": MLP},
+        source,
+        tmp_path / "run" / "second",
+    )
+    (tmp_path / "run" / "notes.txt").write_text("both were good")
+    report = port(tmp_path / "run", gauge, tmp_path / "ported")
+    assert [one["kind"] for one in report["artifacts"]] == ["PEFT LoRA adapter", "PEFT IA3 adapter"]
+    for name in ("first", "second"):
+        home = logits(on(source, tmp_path / "run" / name), "")
+        away = logits(on(target, tmp_path / "ported" / name), "")
+        assert tiny.relative_change(home, away) <= 1e-5
+    assert (tmp_path / "ported" / "notes.txt").read_text() == "both were good"
+    (tmp_path / "run" / "old.ckpt").write_bytes(b"weights")
+    with pytest.raises(ArtifactError, match=r"old\.ckpt is not recognised"):
+        port(tmp_path / "run", gauge, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_the_table_says_what_the_tests_show():
+    rows = {row.peft_type: row for row in table()}
+    assert set(rows) == {kind.value for kind in PeftType}
+    assert {row.verdict for row in rows.values()} <= {"moves", "moves if", "refused"}
+    always = {case[0] for case in MOVING.values()}
+    assert {name for name, row in rows.items() if row.verdict == "moves"} - {"XLORA"} <= always
+    for name, row in rows.items():
+        if row.verdict == "refused":
+            assert row.conditions
+            assert row.way_out, name
+    assert markdown(list(rows.values())) in DOCS.read_text() + "\n"
