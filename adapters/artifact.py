@@ -201,7 +201,7 @@ class Family(Protocol):
         ...
 
     def inspect(self, path: Path) -> dict[str, Any]:
-        """What the artifact says of itself, as JSON."""
+        """What the artifact says of itself, as JSON; a ``kind`` of its own, if it has one."""
         ...
 
     def read(self, path: Path, journey: Journey) -> Artifact:

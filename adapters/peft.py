@@ -68,7 +68,7 @@ class PeftFamily:
         """Type, rank, targets and base model."""
         config = read_json(path / CONFIG_NAME)
         keys = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules", "bias")
-        return {key: config.get(key) for key in keys}
+        return {"kind": kind_of(config), **{key: config.get(key) for key in keys}}
 
     def read(self, path: Path, journey: Journey) -> Artifact:
         """Read and label the adapter; raises ArtifactError, with the reason, if it cannot move."""

@@ -618,7 +618,7 @@ def _peft_support(as_markdown: bool) -> Report:
 @command("inspect")
 @click.argument("thing")
 def inspect_command(thing: str) -> Report:
-    """Show what a model, a gauge, an adapter or an SAE is."""
+    """Show what a model, a gauge, or anything that `port` moves is."""
     from signed_align.inspection import inspect
 
     return Report(*inspect(thing))

@@ -173,6 +173,15 @@ class Gauge:
         with atomic_path(Path(path), directory=False, force=force) as temporary:
             save_file(tensors, temporary, metadata=metadata)
 
+    @staticmethod
+    def recognises(path: Path) -> bool:
+        """Whether the file at ``path`` says that it is a gauge."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                return (file.metadata() or {}).get("format") == FORMAT
+        except (SafetensorError, OSError):
+            return False
+
     @classmethod
     def load(cls, path: str | Path) -> Gauge:
         """Read a gauge file; raises GaugeError if it is missing, damaged or of another format."""

@@ -1,4 +1,4 @@
-"""What a thing on disk is: a model, a gauge, an adapter or an SAE, for people and as JSON."""
+"""What a thing on disk is: a model, a gauge or an artifact, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ def inspect(thing: str) -> tuple[dict[str, Any], list[str]]:
     from signed_align.adapters import recognise
 
     path = Path(thing)
+    is_gauge = path.is_file() and Gauge.recognises(path)
+    family = recognise(path) if path.exists() and not is_gauge else None
+    if family is not None:
+        details = {"kind": family.kind, **family.inspect(path)}
+        kind = details.pop("kind")
+        return {"kind": kind, **details}, [
+            kind,
+            *(f"  {key:24}{value}" for key, value in details.items()),
+        ]
     if path.is_file():
         gauge = Gauge.load(path)
         summary, kinds = gauge.summary(), by_kind(gauge)
         return {"kind": "gauge", "kinds": kinds, **summary}, _gauge_lines(summary, kinds)
-    family = recognise(path) if path.is_dir() else None
-    if family is not None:
-        details = family.inspect(path)
-        return {"kind": family.kind, **details}, [
-            family.kind,
-            *(f"  {key:24}{value}" for key, value in details.items()),
-        ]
     if path.is_dir() and not (path / "config.json").is_file():
-        raise SignedAlignError(f"{path} is not a model, a gauge, an adapter or an SAE.")
+        raise SignedAlignError(f"{path} is not a model, a gauge or an artifact.")
     return _model(Checkpoint.open(thing))
 
 

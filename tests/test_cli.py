@@ -104,7 +104,7 @@ def test_apply_and_back(work, tmp_path):
 def test_port_says_what_it_recognised(work, tmp_path, artifact, kind):
     gauge = ["--gauge", work / "true.safetensors", "--any-source"]
     result = run("port", work / artifact, *gauge, "-o", tmp_path / "ported")
-    assert f"Recognised a {kind}" in result.stdout
+    assert f"Recognised: {kind}; moved" in result.stdout
     assert run_json("inspect", tmp_path / "ported")["kind"] == kind
     data = run_json("port", tmp_path / "ported", *gauge, "-o", tmp_path / "back", "--inverse")
     assert data["kind"] == kind
