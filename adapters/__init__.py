@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from signed_align.adapters.artifact import Artifact, Family, Journey, Part, leftovers, move
+from signed_align.adapters.optimizer import OptimizerFamily
 from signed_align.adapters.peft import PeftFamily
 from signed_align.adapters.sae import SaeFamily
+from signed_align.adapters.training import TrainingFamily
 from signed_align.checkpoint import is_weight_file
 from signed_align.errors import ArtifactError
 from signed_align.files import atomic_path
@@ -19,7 +21,12 @@ from signed_align.gauge import Gauge
 
 __all__ = ["FAMILIES", "Artifact", "Family", "Journey", "Part", "port", "recognise", "survey"]
 
-FAMILIES: tuple[Family, ...] = (PeftFamily(), SaeFamily())
+FAMILIES: tuple[Family, ...] = (
+    TrainingFamily(),
+    PeftFamily(),
+    SaeFamily(),
+    OptimizerFamily(),
+)
 """In the order in which they are asked: what says what it is comes before what does not."""
 
 

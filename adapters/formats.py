@@ -517,6 +517,7 @@ def _rebuilt(value: Any, path: tuple[Any, ...], tensors: Mapping[str, Any]) -> A
         moved = tensors.get(SEPARATOR.join(map(str, path)) or "tensor")
         if not isinstance(moved, Tensor):
             return value if moved is None else moved
+        moved = torch.empty_like(value).copy_(moved)  # in the order in memory of the old one
         if isinstance(value, torch.nn.Parameter):
             return torch.nn.Parameter(moved, value.requires_grad)
         return moved

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from signed_align.adapters.artifact import Artifact, Journey, Part
-from signed_align.adapters.formats import Labelling, TensorFile, open_tensors, read_json
+from signed_align.adapters.formats import TensorFile, open_tensors, read_json
 from signed_align.adapters.peft_methods import (
     COLUMN,
     METHODS,
@@ -152,16 +152,6 @@ def require_movable(config: Mapping[str, Any], journey: Journey) -> None:
             "this adaption prompt adds head coordinates to the residual stream, so it cannot be "
             f"moved on a {journey.chart.model_type} model."
         )
-
-
-def label_adapter(config: Mapping[str, Any], journey: Journey) -> Labelling:
-    """From the names of an adapter's parameters and their shapes to axis labels.
-
-    For state that goes with an adapter, such as an optimizer's; names are those of a saved file.
-    Raises ArtifactError if the adapter cannot be moved.
-    """
-    require_movable(config, journey)
-    return Labeller(config, journey, {})
 
 
 class Labeller:

@@ -170,6 +170,18 @@ class Checkpoint:
         """Rows ``start`` to ``stop`` of a tensor."""
         return self._handles[self.files[name]].get_slice(name)[start:stop]
 
+    def instead(self, gauge: Gauge, name: str) -> Tensor | None:
+        """The tensor that ``gauge`` moves to ``name``, where that is not the one of that name.
+
+        Raises CheckpointError if the checkpoint does not have it.
+        """
+        source = self.chart.origin(name, gauge)
+        if source == name:
+            return None
+        if source not in self.files:
+            raise CheckpointError(f"{self.name} has no weight {source!r}, which {name!r} needs.")
+        return self.tensor(source)
+
     def require_movable(self, gauge: Gauge) -> None:
         """Raise unless every tensor of the checkpoint is understood and ``gauge`` fits it."""
         self.chart.require_native(gauge)
@@ -234,7 +246,7 @@ def apply(
                 checkpoint.chart.axes,
                 gauge,
                 meter.update,
-                origin=partial(_origin, checkpoint, gauge),
+                origin=partial(checkpoint.instead, gauge),
             )
         meter.close()
         others = list(_other_files(checkpoint))
@@ -319,16 +331,6 @@ def require_kinds(chart: Chart, spaces: Sequence[str]) -> tuple[str, ...]:
             )
         kinds |= dict.fromkeys(present)
     return tuple(kinds)
-
-
-def _origin(checkpoint: Checkpoint, gauge: Gauge, name: str) -> Tensor | None:
-    """The tensor that is moved to ``name``, where that is not the one of that name."""
-    source = checkpoint.chart.origin(name, gauge)
-    if source == name:
-        return None
-    if source not in checkpoint.files:
-        raise CheckpointError(f"{checkpoint.name} has no weight {source!r}, which {name!r} needs.")
-    return checkpoint.tensor(source)
 
 
 def rewrite_safetensors(

@@ -399,7 +399,8 @@ def transport(
         front = tensor.movedim(tuple(covered), places)
         flat = front.reshape(-1, *front.shape[label.span :])
         moved = element.apply(flat, 0).reshape(front.shape)
-        tensor = moved.movedim(places, tuple(covered))
+        moved = moved.movedim(places, tuple(covered))
+        tensor = moved.clone(memory_format=torch.contiguous_format)  # as it came, strides and all
     return tensor if sliced else tensor[rows]
 
 
