@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from signed_align.adapters.artifact import Artifact, Family, Journey, Part, leftovers, move
+from signed_align.adapters.lists import ListFamily
 from signed_align.adapters.optimizer import OptimizerFamily
 from signed_align.adapters.peft import PeftFamily
+from signed_align.adapters.probes import ProbeFamily
 from signed_align.adapters.sae import SaeFamily
+from signed_align.adapters.steering import SteeringFamily
 from signed_align.adapters.training import TrainingFamily
 from signed_align.checkpoint import is_weight_file
 from signed_align.errors import ArtifactError
@@ -26,6 +29,9 @@ FAMILIES: tuple[Family, ...] = (
     PeftFamily(),
     SaeFamily(),
     OptimizerFamily(),
+    ListFamily(),
+    ProbeFamily(),
+    SteeringFamily(),
 )
 """In the order in which they are asked: what says what it is comes before what does not."""
 

@@ -295,14 +295,16 @@ def _is_gauge_source(artifact: Artifact, gauge: Gauge) -> bool:
     made_on = artifact.made_on
     if not made_on:
         warnings.warn(
-            f"the {artifact.kind} does not say which model it was made on; it is taken to be "
-            f"{gauge.source.name}.",
+            f"{artifact.path.name} ({artifact.kind}) does not say which model it was made on; that "
+            f"is taken to be {gauge.source.name}.",
             SignedAlignWarning,
             stacklevel=3,
         )
         return False
     if not isinstance(made_on, str):
-        raise ArtifactError(f"the {artifact.kind} names its model by {made_on!r}, not by a name.")
+        raise ArtifactError(
+            f"{artifact.path.name} ({artifact.kind}) names its model by {made_on!r}, not by a name."
+        )
     if os.path.isdir(made_on):
         try:
             identity = Checkpoint.open(made_on).identity
@@ -313,8 +315,8 @@ def _is_gauge_source(artifact: Artifact, gauge: Gauge) -> bool:
             return True
     if Path(made_on).name.lower() != Path(gauge.source.name).name.lower():
         raise ArtifactError(
-            f"the {artifact.kind} was made on {made_on!r}, but the gauge leads from "
-            f"{gauge.source.name!r}; pass --any-source if both are the same model or share its "
+            f"{artifact.path.name} ({artifact.kind}) was made on {made_on!r}, but the gauge leads "
+            f"from {gauge.source.name!r}; pass --any-source if both are the same model or share its "
             "coordinates."
         )
     return False

@@ -180,23 +180,24 @@ class NumpyFile:
             else:
                 with zipfile.ZipFile(path) as archive:
                     require_sane(archive, path)
-                    for member in archive.namelist():
-                        array = read_array(archive.read(member), path)
-                        if array.dtype.kind not in TEXT:
-                            name = member.removesuffix(".npy")
-                            self._arrays[name], self._members[name] = array, member
+                    self._members = {name.removesuffix(".npy"): name for name in archive.namelist()}
+                    if len(self._members) != len(archive.namelist()):
+                        raise ArtifactError(f"{path} holds two arrays of one name.")
+                    for name, member in self._members.items():
+                        self._arrays[name] = read_array(archive.read(member), path)
         except ArtifactError:
             raise
         except Exception as error:  # a damaged file fails in many ways
             raise ArtifactError(f"{path} is not readable by NumPy: {one_line(error)}") from error
-        for name, array in self._arrays.items():
+        numbers = {n: a for n, a in self._arrays.items() if a.dtype.kind not in TEXT}
+        for name, array in numbers.items():
             if not is_numeric(array):
                 raise ArtifactError(
                     f"the array {name!r} of {path} is of the type {array.dtype}, which cannot be "
                     "moved exactly."
                 )
         self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: array.shape for name, array in self._arrays.items()
+            name: tuple(array.shape) for name, array in numbers.items()
         }
 
     def tensor(self, name: str) -> Tensor:
@@ -517,7 +518,8 @@ def _rebuilt(value: Any, path: tuple[Any, ...], tensors: Mapping[str, Any]) -> A
         moved = tensors.get(SEPARATOR.join(map(str, path)) or "tensor")
         if not isinstance(moved, Tensor):
             return value if moved is None else moved
-        moved = torch.empty_like(value).copy_(moved)  # in the order in memory of the old one
+        if moved.stride() != value.stride():  # in the order in memory of the old one
+            moved = torch.empty_like(value).copy_(moved)
         if isinstance(value, torch.nn.Parameter):
             return torch.nn.Parameter(moved, value.requires_grad)
         return moved

@@ -43,7 +43,7 @@ class Batch:
         """The number of real tokens."""
         return int(self.attention_mask.sum())
 
-    def to(self, device: str) -> Batch:
+    def to(self, device: Any) -> Batch:
         """The same batch on another device."""
         return Batch(self.input_ids.to(device), self.attention_mask.to(device))
 
@@ -161,13 +161,14 @@ def batches(
     packed: list[Batch] = []
     while chosen:
         count = max(1, BATCH_TOKENS // max(1, len(chosen[-1])))
-        packed.append(_pad(chosen[-count:]))
+        packed.append(padded(chosen[-count:]))
         del chosen[-count:]
     random.Random(seed).shuffle(packed)
     return packed
 
 
-def _pad(sequences: list[list[int]]) -> Batch:
+def padded(sequences: Sequence[Sequence[int]]) -> Batch:
+    """Token ids of several texts as one batch."""
     length = max(len(ids) for ids in sequences)
     input_ids = torch.zeros(len(sequences), length, dtype=torch.long)
     attention_mask = torch.zeros_like(input_ids)

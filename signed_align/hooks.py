@@ -101,8 +101,6 @@ def width_at(hook: Hook, chart: Chart, model: Any) -> int:
 
     Raises ChartError if none of the parameters is indexed by them.
     """
-    if hook.template == RESIDUAL:
-        return chart.width
     for name, parameter in model.named_parameters():
         if tuple(numbers_in(name)[: len(hook.numbers)]) != hook.numbers:
             continue
@@ -237,7 +235,8 @@ def _part_of_block(chart: Chart, number: str, hook: str) -> str:
     ]
     # a norm behind the part stands between it and what TransformerLens calls its output
     norms = [path for path, label in _modules_of_block(chart) if label.input == RESIDUAL.unsigned]
-    if len(sites) != 1 or sites[0].count("*") != 1 or len(norms) > 2:
+    behind = len(norms) > 2 or any("post_feedforward" in path for path in norms)
+    if len(sites) != 1 or sites[0].count("*") != 1 or behind:
         return ""
     return sites[0].removesuffix(".experts").replace("*", number, 1)
 

@@ -1,0 +1,494 @@
+"""Steering vectors: their last axis holds the coordinates of the place where they are added.
+
+Also here is how much the vectors of a file steer a model, which tells whether they have arrived.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from signed_align.activations import load_model, load_tokenizer
+from signed_align.adapters.artifact import Artifact, Journey, Part
+from signed_align.adapters.formats import (
+    FORMATS,
+    SEPARATOR,
+    GgufFile,
+    Labelling,
+    SafetensorsFile,
+    TensorFile,
+    TorchFile,
+    itself,
+    open_tensors,
+    rename_model,
+)
+from signed_align.chart import RESIDUAL, Chart
+from signed_align.checkpoint import Checkpoint, is_weight_file
+from signed_align.errors import ArtifactError, ChartError
+from signed_align.gauge import Gauge
+from signed_align.hooks import Hook, find_hook, submodule
+from signed_align.labels import Axes, Label
+from signed_align.steering import log_odds, steered
+
+CONTROL_VECTOR = "controlvector"
+"""What a GGUF file of control vectors says its architecture is."""
+
+DIRECTION = re.compile(r"direction\.(\d+)")
+LAYER_KEY = re.compile(r"(?:layers?[._]?)?(\d+)")
+BLOCK_OUTPUT = "blocks.{}.hook_resid_post"
+"""Where a vector of a layer is added, unless it says otherwise."""
+
+RESIDUAL_HOOK = "hook_embed"
+
+LAYER_TYPES: Mapping[str, tuple[str, ...]] = {
+    "decoder_block": ("",),
+    "self_attn": (".self_attn", ".attn", ".attention", ".self_attention"),
+    "mlp": (".mlp", ".feed_forward"),
+    "input_layernorm": (".input_layernorm", ".ln_1"),
+    "post_attention_layernorm": (".post_attention_layernorm", ".ln_2"),
+}
+"""Of every ``layer_type`` of the package steering-vectors: modules of a block, by their path."""
+
+LLAMA_CPP_NAMES: Mapping[str, str] = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "gemma3text": "gemma3",
+}
+"""Model types that llama.cpp calls otherwise, without underscores."""
+
+MODEL_KEYS = ("model", "model_name", "model_id")
+"""Where the metadata of a safetensors file may name the model."""
+
+FOREIGN: Mapping[str, re.Pattern[str]] = {
+    "weights of a model or an adapter": re.compile(
+        r"(.*\.)?(weight|bias|inv_freq|lora_\w+|module\..*)"
+    ),
+    "weights of a sparse autoencoder": re.compile(r"(.*[./])?(W|b)_(enc|dec|skip|gate|mag)"),
+    "moments of an optimizer": re.compile(r"(.*[./])?(exp_avg(_sq)?|momentum_buffer)"),
+}
+"""What is no steering vector, by the names of tensors."""
+
+BATCH_SIZE = 16
+
+
+class SteeringFamily:
+    """Control vectors as llama.cpp and repeng write them, and tensors of vectors in any file."""
+
+    kind = "steering vectors"
+
+    def recognises(self, path: Path) -> bool:
+        """Whether it is a file of tensors none of which says that it is something else.
+
+        A file that cannot be read is recognised, so that reading it says what is wrong.
+        """
+        if path.suffix not in FORMATS or not path.is_file():
+            return False
+        try:
+            file = open_tensors(path)
+        except ArtifactError:
+            return is_weight_file(path) or path.suffix == ".npy"
+        if isinstance(file, GgufFile):
+            return file.field("general.architecture") == CONTROL_VECTOR
+        content = file.content if isinstance(file, TorchFile) else None
+        if isinstance(content, dict) and {"state", "param_groups"} <= set(content):
+            return False
+        vectors = any(_is_vector(file, name) for name in file.shapes)
+        return vectors and _foreign(file.shapes) is None
+
+    def inspect(self, path: Path) -> dict[str, Any]:
+        """Shapes by name, and what the file says of its model."""
+        file = _open(path)
+        details: dict[str, Any] = {"format": path.suffix.removeprefix(".")}
+        if isinstance(file, GgufFile):
+            details["model_hint"] = file.field(f"{CONTROL_VECTOR}.model_hint")
+        if isinstance(file, SafetensorsFile):
+            details["model"] = _named_model(file)[1]
+        return {**details, "tensors": {name: list(shape) for name, shape in file.shapes.items()}}
+
+    def read(self, path: Path, journey: Journey) -> Artifact:
+        """Read and label it; raises ArtifactError, with the reason, if it cannot move."""
+        file = _open(path)
+        foreign = _foreign(file.shapes)
+        if foreign is not None:
+            raise ArtifactError(f"{path} holds {foreign}, not steering vectors.")
+        if not any(_is_vector(file, name) for name in file.shapes):
+            raise ArtifactError(f"{path} holds no tensor of vectors.")
+        made_on = None
+        if isinstance(file, GgufFile):
+            labels = _control_vector_labels(file, journey)
+            notes: list[str] = []
+        else:
+            labels, notes = _labels(file, journey)
+        if isinstance(file, SafetensorsFile):
+            key, made_on = _named_model(file)
+            if key is not None and journey.target is not None:
+                file = _NamingItsModel(path, key, journey.target)
+        return Artifact(
+            kind=self.kind,
+            path=path,
+            made_on=made_on,
+            parts=[Part(file, partial(_look_up, labels))],
+            notes=notes,
+        )
+
+
+class _NamingItsModel(SafetensorsFile):
+    """A safetensors file whose metadata name the model it is for."""
+
+    def __init__(self, path: Path, key: str, model: str) -> None:
+        super().__init__(path)
+        self._key, self._model = key, model
+
+    def rewrite(
+        self,
+        destination: Path,
+        label: Labelling,
+        gauge: Gauge,
+        instead: Callable[[str], Tensor | None] = itself,
+    ) -> None:
+        """Write a copy in which every tensor is moved and the new model is named."""
+        super().rewrite(destination, label, gauge, instead)
+        rename_model(destination, self._key, self._model)
+
+
+def _open(path: Path) -> TensorFile:
+    """The file; raises ArtifactError if it is damaged, code, or of another kind of GGUF."""
+    try:
+        file = open_tensors(path)
+    except ArtifactError as error:
+        if "SteeringVector" in str(error.__cause__):
+            raise ArtifactError(
+                f"{path} holds a pickled SteeringVector, which is only read by running code; save "
+                "its tensors: torch.save({'layer_activations': dict(v.layer_activations), "
+                "'layer_type': v.layer_type}, path)."
+            ) from error
+        raise
+    if isinstance(file, GgufFile):
+        architecture = file.field("general.architecture")
+        if architecture != CONTROL_VECTOR:
+            raise ArtifactError(
+                f"{path} is a GGUF file of the architecture {architecture!r}, not of control "
+                "vectors; move the safetensors it was made of, and convert that."
+            )
+    return file
+
+
+def _is_vector(file: TensorFile, name: str) -> bool:
+    return bool(file.shapes[name]) and file.tensor(name).is_floating_point()
+
+
+def _foreign(names: Iterable[str]) -> str | None:
+    """What else tensors of these names are, if that is known."""
+    for name in names:
+        for what, pattern in FOREIGN.items():
+            if pattern.fullmatch(name):
+                return what
+    return None
+
+
+def _named_model(file: SafetensorsFile) -> tuple[str | None, str | None]:
+    """Under which key the metadata name the model, and how."""
+    return next(
+        ((key, file.metadata[key]) for key in MODEL_KEYS if file.metadata.get(key)), (None, None)
+    )
+
+
+def _look_up(labels: Mapping[str, Axes], name: str, _: tuple[int, ...]) -> Axes:
+    return labels[name]
+
+
+# ---- which hook a tensor belongs to --------------------------------------------------------------
+
+
+def _control_vector_labels(file: GgufFile, journey: Journey) -> dict[str, Axes]:
+    """The labels of a file of control vectors, all of which are added to the residual stream."""
+    hint = file.field(f"{CONTROL_VECTOR}.model_hint")
+    wanted = journey.chart.model_type
+    if hint is not None and not _same_type(str(hint), wanted):
+        raise ArtifactError(
+            f"{file.path} was made for a model of the type {hint!r}, and the gauge leads from one "
+            f"of the type {wanted!r}."
+        )
+    labels: dict[str, Axes] = {}
+    for name, shape in file.shapes.items():
+        layer = DIRECTION.fullmatch(name)
+        if layer is None or shape != (journey.chart.width,):
+            raise ArtifactError(
+                f"the tensor {name!r} of {file.path} has the shape {shape}; a control vector for "
+                f"this model is called direction.N and has the shape ({journey.chart.width},)."
+            )
+        labels[name] = (journey.place(BLOCK_OUTPUT.format(layer[1]), shape[0])[1],)
+    return labels
+
+
+def _same_type(hint: str, model_type: str) -> bool:
+    plain, wanted = (text.lower().replace("_", "").replace("-", "") for text in (hint, model_type))
+    return plain in (wanted, LLAMA_CPP_NAMES.get(wanted))
+
+
+def _labels(file: TensorFile, journey: Journey) -> tuple[dict[str, Axes], list[str]]:
+    """The labels of tensors of vectors, and what has to be said of them."""
+    labels: dict[str, Axes] = {}
+    notes: list[str] = []
+    unnamed: list[str] = []
+    for name, shape in file.shapes.items():
+        if not shape:
+            labels[name] = ()
+            continue
+        if not file.tensor(name).is_floating_point():
+            raise ArtifactError(
+                f"the tensor {name!r} of {file.path} holds {file.tensor(name).dtype}, which could "
+                "be indices of coordinates; take it out of the file."
+            )
+        hook = _hook_of(file, name, journey.chart)
+        if hook is not None:
+            label = journey.place(hook, shape[-1])[1]
+        else:
+            label, said = coordinates(
+                journey, shape[-1], f"the tensor {name!r} of {file.path}, of shape {shape},"
+            )
+            notes += said
+            unnamed.append(name)
+        labels[name] = (*(None for _ in shape[1:]), label)
+        if shape[-1] in shape[:-1]:
+            notes.append(
+                f"the tensor {name!r} has the shape {shape}: its last axis is taken to be that of "
+                "the coordinates"
+            )
+    if journey.hook is not None:
+        _require_one_place(file, journey, labels, unnamed)
+    if isinstance(file, TorchFile):
+        _require_no_listed_vectors(file, {shape[-1] for shape in file.shapes.values() if shape})
+    return labels, list(dict.fromkeys(notes))
+
+
+def coordinates(journey: Journey, size: int, what: str) -> tuple[Label, list[str]]:
+    """The label of ``size`` coordinates of ``what``, which names no hook, and notes.
+
+    They are those of the hook that the user gave, or of the residual stream if that has as many.
+    Raises ArtifactError if neither is so.
+    """
+    if journey.hook is not None:
+        return journey.place(journey.hook, size)[1], []
+    width = journey.chart.width
+    if size != width:
+        raise ArtifactError(
+            f"{what} has {size} coordinates and names no hook, and the residual stream has "
+            f"{width}; name the place in the model with --hook, such as blocks.3.mlp.hook_post."
+        )
+    return journey.place(RESIDUAL_HOOK, size)[1], ["taken to be on the residual stream"]
+
+
+def _hook_of(file: TensorFile, name: str, chart: Chart) -> str | None:
+    """The hook that the keys in front of a tensor name, or None if they name none.
+
+    Raises ArtifactError for a key that looks like a hook and is none that is known.
+    """
+    keys = name.split(SEPARATOR)
+    for key in reversed(keys):
+        if "." not in key and "hook_" not in key:
+            continue
+        try:
+            find_hook(chart, key)
+        except ChartError as error:
+            numbered = any(part.isdigit() for part in key.split(".")[1:-1])
+            if "hook_" in key or numbered:
+                raise ArtifactError(f"the tensor {name!r} of {file.path}: {error}") from error
+            continue
+        return key
+    content = file.content if isinstance(file, TorchFile) else None
+    if isinstance(content, dict) and "layer_type" in content and keys[-1].isdigit():
+        return _module_of_type(chart, str(content["layer_type"]), keys[-1])
+    return None
+
+
+def _module_of_type(chart: Chart, layer_type: str, layer: str) -> str:
+    """The module that the package steering-vectors calls ``layer_type``, by path."""
+    for suffix in LAYER_TYPES.get(layer_type, ()):
+        path = f"{chart.blocks}.{layer}{suffix}"
+        try:
+            find_hook(chart, path)
+        except ChartError:
+            continue
+        return path
+    raise ArtifactError(
+        f"the file's layer_type is {layer_type!r}, for which a {chart.model_type} model has no "
+        f"module; known are {', '.join(LAYER_TYPES)}."
+    )
+
+
+def _require_one_place(
+    file: TensorFile, journey: Journey, labels: Mapping[str, Axes], unnamed: Sequence[str]
+) -> None:
+    """Refuse vectors of several layers at a hook of a single layer's own coordinates."""
+    several = sum(math.prod(file.shapes[name][:-1]) for name in unnamed) > 1
+    own = any(labels[name][-1] != RESIDUAL for name in unnamed)
+    if several and own:
+        raise ArtifactError(
+            f"{file.path} holds several vectors, and every layer has coordinates of its own at "
+            f"places such as {journey.hook!r}; save a dictionary from hook names to vectors."
+        )
+
+
+def _require_no_listed_vectors(file: TorchFile, sizes: set[int]) -> None:
+    """Refuse plain lists of numbers that are as long as the vectors: they would not be moved."""
+    for value in _lists(file.content):
+        if len(value) in sizes and all(isinstance(number, (int, float)) for number in value):
+            raise ArtifactError(
+                f"{file.path} holds a plain list of {len(value)} numbers, as many as there are "
+                "coordinates; save it as a tensor, or take it out."
+            )
+
+
+def _lists(value: Any) -> Iterator[Sequence[Any]]:
+    if isinstance(value, dict):
+        for item in value.values():
+            yield from _lists(item)
+    elif isinstance(value, (list, tuple)):
+        yield value
+        for item in value:
+            yield from _lists(item)
+
+
+# ---- how much they steer ------------------------------------------------------------------------
+
+
+def read_vectors(
+    path: str | Path, model: Any, chart: Chart, *, hook: str | None = None
+) -> dict[str, Tensor]:
+    """The vectors of a file by the hook at which each is added.
+
+    A direction N of a control vector, a key N, and row N of a matrix with a row for every block
+    belong to the output of block N; a key that is a hook's name belongs there.
+
+    Parameters
+    ----------
+    path : str or Path
+        A file that :class:`SteeringFamily` recognises.
+    model : PreTrainedModel
+        The model that is to be steered.
+    chart : Chart
+        Its chart.
+    hook : str, optional
+        Where the file's only vector is added, if the file does not say so.
+
+    Raises
+    ------
+    ArtifactError
+        If it is not known where a vector is added.
+    """
+    file = _open(Path(path))
+    found: dict[str, Tensor] = {}
+    for name in file.shapes:
+        if not _is_vector(file, name):
+            continue
+        for place, vector in _placed(file, name, model, chart, hook):
+            if place in found:
+                raise ArtifactError(f"{path} holds two vectors for {place!r}.")
+            found[place] = vector
+    if not found:
+        raise ArtifactError(f"{path} holds no vector.")
+    return found
+
+
+def _placed(
+    file: TensorFile, name: str, model: Any, chart: Chart, hook: str | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The vectors in one tensor, each with its hook."""
+    tensor, last = file.tensor(name), name.split(SEPARATOR)[-1]
+    direction = DIRECTION.fullmatch(name) if isinstance(file, GgufFile) else None
+    named = None if direction else _hook_of(file, name, chart) or hook
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    layer = direction or LAYER_KEY.fullmatch(last)
+    if named is None and layer is not None:
+        named = BLOCK_OUTPUT.format(layer[1])
+    if named is not None and len(rows) == 1:
+        yield named, rows[0]
+        return
+    blocks = len(submodule(model, chart, Hook("the blocks", RESIDUAL, module=chart.blocks)))
+    if named is not None or tensor.ndim != 2 or len(rows) != blocks:
+        raise ArtifactError(
+            f"the tensor {name!r} of {file.path} has the shape {tuple(tensor.shape)}, so it is not "
+            f"known where it is added; expected one vector and a hook, or a row for each of the "
+            f"{blocks} blocks."
+        )
+    for number, row in enumerate(rows):
+        yield BLOCK_OUTPUT.format(number), row
+
+
+def steering_effect(
+    model: str | Path,
+    vectors: str | Path,
+    prompts: Sequence[str],
+    positive: Sequence[str],
+    negative: Sequence[str],
+    *,
+    hook: str | None = None,
+    strength: float = 1.0,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """By how much a file of vectors shifts a model from some continuations to others.
+
+    The log odds of a prompt are ``log Σ p(positive | prompt) − log Σ p(negative | prompt)``, in
+    nats, where the probability of a continuation is that of all its tokens.
+
+    Parameters
+    ----------
+    model : str or Path
+        A local directory or a Hub id.
+    vectors : str or Path
+        A file that :func:`read_vectors` reads.
+    prompts : sequence of str
+        What is continued.
+    positive, negative : sequence of str
+        The continuations, each with the space in front of it that it needs.
+    hook : str, optional
+        Where the file's only vector is added, if the file does not say so.
+    strength : float
+        What the vectors are multiplied by.
+    device : str
+        Where to run.
+
+    Returns
+    -------
+    dict
+        ``unsteered`` and ``steered`` (mean log odds), ``effect`` (their difference), ``prompts``
+        (the same of each), ``hooks``, ``strength``.
+
+    Raises
+    ------
+    SignedAlignError
+        If the model or the file does not load, or if there is nothing to compare.
+    """
+    for what, texts in (("prompt", prompts), ("positive", positive), ("negative", negative)):
+        if isinstance(texts, str) or not texts:
+            raise ArtifactError(f"give a list with at least one {what} text.")
+    checkpoint = Checkpoint.open(model)
+    network = load_model(checkpoint, head=True, dtype=torch.float32, device=device)
+    tokenizer = load_tokenizer(checkpoint)
+    try:
+        added = read_vectors(vectors, network, checkpoint.chart, hook=hook)
+        before = log_odds(network, tokenizer, prompts, positive, negative)
+        with steered(network, checkpoint.chart, added, strength):
+            after = log_odds(network, tokenizer, prompts, positive, negative)
+    except ChartError as error:
+        raise ArtifactError(f"{vectors} cannot steer {checkpoint.name}: {error}") from error
+    rows = [
+        {"prompt": prompt, "unsteered": old, "steered": new, "effect": new - old}
+        for prompt, old, new in zip(prompts, before.tolist(), after.tolist(), strict=True)
+    ]
+    return {
+        "unsteered": float(before.mean()),
+        "steered": float(after.mean()),
+        "effect": float((after - before).mean()),
+        "prompts": rows,
+        "hooks": list(added),
+        "strength": strength,
+    }
