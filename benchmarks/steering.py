@@ -6,18 +6,19 @@ continuations of prompts that it was not made from. It is moved to the twin by t
 recovered from weights (B_d), by a gauge recovered with permutations alone (S_d), and not at all.
 """
 
+import argparse
 import tempfile
 from pathlib import Path
 
 import torch
-from common import record
+from common import RESULTS, record
 
 from signed_align import Gauge, SignedPermutation, port, recover, scramble
 from signed_align.adapters.steering import steering_effect
 from signed_align.demo.assets import movie_reviews, smollm2
 from signed_align.steering import contrast_direction
 
-LAYERS = (6, 10, 14, 18, 22, 26)
+LAYERS = (10, 14, 18)
 SHOWN = 14
 REVIEWS = 200
 STRENGTH = 1.0
@@ -45,6 +46,9 @@ NEGATIVE = (" terrible", " awful", " horrible", " bad", " boring", " disappointi
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
+    results = parser.parse_args().results
     reviews = movie_reviews()
     positive = [row.text for row in sorted(reviews, key=lambda row: -row.rating)[:REVIEWS]]
     negative = [row.text for row in sorted(reviews, key=lambda row: row.rating)[:REVIEWS]]
@@ -68,7 +72,7 @@ def main() -> None:
             "retention": retention(model, twins[0], directions[SHOWN], hooks[SHOWN], root),
             "reversed": reversal(model, twins, truths, directions, hooks, root),
         }
-    record("steering", result)
+    record("steering", result, results)
 
 
 def effect(model: Path, file: Path, hook: str) -> float:

@@ -563,6 +563,55 @@ def evaluate_command(
     return Report(result, [f"{task} on {result['examples']} examples: {metrics}"])
 
 
+@command("steer")
+@click.argument("model")
+@click.argument("vectors", type=click.Path(path_type=Path))
+@click.option(
+    "--prompts",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="UTF-8 text, a prompt a line.",
+)
+@click.option("--positive", required=True, help="Continuations, such as great,wonderful.")
+@click.option("--negative", required=True, help="Continuations, such as terrible,awful.")
+@click.option("--hook", help="Where the vector is added, if the file does not say so.")
+@click.option("--strength", default=1.0, show_default=True, help="Multiplies the vectors.")
+@device_option
+def steer_command(
+    model: str,
+    vectors: Path,
+    prompts: Path,
+    positive: str,
+    negative: str,
+    hook: str | None,
+    strength: float,
+    device: str,
+) -> Report:
+    """Measure how far the steering VECTORS shift MODEL from negative to positive continuations."""
+    from signed_align.activations import sentences_of
+    from signed_align.adapters.steering import steering_effect
+
+    measured = steering_effect(
+        model,
+        vectors,
+        sentences_of(prompts),
+        [f" {word}" for word in _words(positive)],
+        [f" {word}" for word in _words(negative)],
+        hook=hook,
+        strength=strength,
+        device=device,
+    )
+    return Report(
+        measured,
+        [
+            f"Log odds of positive over negative, mean of {len(measured['prompts'])} prompts:",
+            f"  without vectors {measured['unsteered']:.4f}",
+            f"  with vectors    {measured['steered']:.4f}",
+            f"  effect          {measured['effect']:+.4f} nats at {', '.join(measured['hooks'])}",
+        ],
+    )
+
+
 @command("support")
 @click.argument("types", nargs=-1)
 @click.option("--peft", is_flag=True, help="Say which PEFT types move, and which do not and why.")

@@ -19,7 +19,7 @@ from tests.test_recovery import TEXT, add_tokenizer
 from tests.test_sae import build as build_sae
 
 COMMANDS = [
-    "demo", "scramble", "gauge", "apply", "port", "merge", "barrier", "evaluate", "inspect",
+    "demo", "scramble", "gauge", "apply", "port", "merge", "barrier", "evaluate", "inspect", "steer",
     "support",
 ]  # fmt: skip
 
@@ -139,6 +139,38 @@ def test_barrier(work, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 1000
     straight = run_json("barrier", work / "source", work / "twin", "--text", work / "text.txt")
     assert straight["barrier_nats"] == straight["paths"]["straight"]["barrier_nats"]
+
+
+def test_port_explains_how_it_labelled(work, tmp_path):
+    torch.save(torch.ones(3, tiny.WIDTH), tmp_path / "vectors.pt")
+    gauge = ["--gauge", work / "true.safetensors", "--any-source"]
+    out = run("port", tmp_path / "vectors.pt", *gauge, "-o", tmp_path / "a.pt", "--explain").stdout
+    assert "(·, residual)" in out
+    assert "taken to be on the residual stream" in out
+    data = run_json("port", tmp_path / "vectors.pt", *gauge, "-o", tmp_path / "b.pt")
+    assert data["labels"][0]["axes"] == "(·, residual)"
+    assert data["labels"][0]["moved"]
+    torch.save(torch.ones(80), tmp_path / "units.pt")
+    arguments = ["port", tmp_path / "units.pt", *gauge, "-o", tmp_path / "c.pt"]
+    fails(*arguments, match="--hook")
+    fails(*arguments, "--hook", "blocks.0.mlp.hook_post", match="says nothing")
+    assert not (tmp_path / "c.pt").exists()
+
+
+def test_steer(work, tmp_path):
+    torch.manual_seed(0)
+    torch.save({"blocks.0.hook_resid_post": torch.randn(tiny.WIDTH)}, tmp_path / "vector.pt")
+    (tmp_path / "prompts.txt").write_text("ab\ncde\n")
+    words = ["--prompts", tmp_path / "prompts.txt", "--positive", "x,yy", "--negative", "z"]
+    home = run_json("steer", work / "source", tmp_path / "vector.pt", *words)
+    assert len(home["prompts"]) == 2
+    assert abs(home["effect"]) > 1e-3
+    gauge = ["--gauge", work / "true.safetensors"]
+    run("port", tmp_path / "vector.pt", *gauge, "-o", tmp_path / "moved.pt", "--any-source")
+    away = run_json("steer", work / "twin", tmp_path / "moved.pt", *words)
+    assert away["effect"] == pytest.approx(home["effect"], rel=1e-4)
+    assert "effect" in run("steer", work / "source", tmp_path / "vector.pt", *words).stdout
+    fails("steer", work / "source", tmp_path / "none.pt", *words, match="none.pt")
 
 
 def test_inspect(work):
