@@ -316,7 +316,7 @@ def _is_gauge_source(artifact: Artifact, gauge: Gauge) -> bool:
     if Path(made_on).name.lower() != Path(gauge.source.name).name.lower():
         raise ArtifactError(
             f"{artifact.path.name} ({artifact.kind}) was made on {made_on!r}, but the gauge leads "
-            f"from {gauge.source.name!r}; pass --any-source if both are the same model or share its "
-            "coordinates."
+            f"from {gauge.source.name!r}; pass --any-source if both are the same model or share "
+            "its coordinates."
         )
     return False

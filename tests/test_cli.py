@@ -19,8 +19,8 @@ from tests.test_recovery import TEXT, add_tokenizer
 from tests.test_sae import build as build_sae
 
 COMMANDS = [
-    "demo", "scramble", "gauge", "apply", "port", "merge", "barrier", "evaluate", "inspect", "steer",
-    "support",
+    "demo", "scramble", "gauge", "apply", "port", "merge", "barrier", "evaluate", "inspect",
+    "steer", "support",
 ]  # fmt: skip
 
 
