@@ -64,7 +64,7 @@ class MergekitCommand(click.Command):
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="signed-align")
 def main() -> None:
-    """Move LoRA adapters, SAEs and merges between checkpoints in different coordinates.
+    """Move adapters, SAEs, vectors, training state and merges to checkpoints in other coordinates.
 
     RMSNorm transformers define their residual coordinates only up to a permutation and a sign flip
     of each. These commands recover that gauge, say how sure it is, and move things through it.
