@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from signed_align.adapters.artifact import Artifact, Family, Journey, Part, leftovers, move
+from signed_align.adapters.formats import is_readable
 from signed_align.adapters.lists import ListFamily
 from signed_align.adapters.optimizer import OptimizerFamily
 from signed_align.adapters.peft import PeftFamily
@@ -17,12 +18,12 @@ from signed_align.adapters.probes import ProbeFamily
 from signed_align.adapters.sae import SaeFamily
 from signed_align.adapters.steering import SteeringFamily
 from signed_align.adapters.training import TrainingFamily
-from signed_align.checkpoint import is_weight_file
+from signed_align.checkpoint import NOT_WEIGHTS, is_weight_file
 from signed_align.errors import ArtifactError
 from signed_align.files import atomic_path
 from signed_align.gauge import Gauge
 
-__all__ = ["FAMILIES", "Artifact", "Family", "Journey", "Part", "port", "recognise", "survey"]
+__all__ = ["FAMILIES", "Artifact", "Family", "Journey", "Part", "port", "read_all", "recognise"]
 
 FAMILIES: tuple[Family, ...] = (
     TrainingFamily(),
@@ -41,29 +42,33 @@ def recognise(path: Path) -> Family | None:
     return next((family for family in FAMILIES if family.recognises(path)), None)
 
 
-def survey(path: Path) -> Iterator[tuple[Family, Path]]:
-    """The artifacts at and below ``path``, each with its family.
+def read_all(path: Path, journey: Journey) -> Iterator[Artifact]:
+    """The artifacts at and below ``path``, read and labelled.
 
     Raises
     ------
     ArtifactError
-        If a directory that is no artifact itself holds weights that no family recognises.
+        If one cannot be moved, or a directory that is no artifact itself holds weights that no
+        family recognises.
     """
     family = recognise(path)
+    claimed: set[Path] = set()
     if family is not None:
-        yield family, path
+        artifact = family.read(path, journey)
+        yield artifact
+        claimed = artifact.files | {path / name for name in artifact.carried}
     if not path.is_dir():
         return
     for child in sorted(path.iterdir()):
-        if child.is_symlink() and not child.resolve().is_relative_to(path.resolve()):
-            raise ArtifactError(f"{child} leads out of its directory, so it is not followed.")
+        if child.is_dir() and child.is_symlink():
+            raise ArtifactError(f"{child} is a link to a directory, which is not followed.")
         if child.is_dir():
-            yield from survey(child)
-        elif family is None:
+            yield from read_all(child, journey)
+        elif child.is_file() and child not in claimed and child.name not in NOT_WEIGHTS:
             found = recognise(child)
-            if found is not None:
-                yield found, child
-            elif is_weight_file(child):
+            if found is not None and (family is None or is_readable(child)):
+                yield found.read(child, journey)
+            elif family is None and is_weight_file(child):
                 raise ArtifactError(
                     f"{child} is not recognised, so the directory cannot be moved as a whole."
                 )
@@ -123,7 +128,7 @@ def port(
     )
     if recognise(path) is None and (path / "config.json").is_file():
         raise _not_recognised(path)
-    found = [family.read(place, journey) for family, place in survey(path)]
+    found = list(read_all(path, journey))
     if not found:
         raise _not_recognised(path)
     reports = []

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from signed_align.adapters.formats import Labelling, TensorFile, json_like
-from signed_align.chart import RESIDUAL, VOCABULARY, Chart
+from signed_align.adapters.formats import Labelling, TensorFile
+from signed_align.adapters.json_files import json_like
+from signed_align.chart import RESIDUAL, VOCABULARY, Chart, numbers_in
 from signed_align.checkpoint import Checkpoint, carry_along
 from signed_align.errors import (
     ArtifactError,
@@ -23,9 +24,8 @@ from signed_align.errors import (
     SignedAlignWarning,
 )
 from signed_align.gauge import Gauge, ModelIdentity
-from signed_align.hooks import Hook, find_hook
-from signed_align.inspection import axes_text
-from signed_align.labels import Axes, Label, element_of, moves
+from signed_align.hooks import Hook, block_count, find_hook
+from signed_align.labels import Axes, Label, axes_text, element_of, kind_of, moves
 from signed_align.signed_permutation import SignedPermutation
 from signed_align.skeleton import skeleton
 
@@ -76,6 +76,12 @@ class Journey:
             )
         return skeleton(self.gauge.source.config)
 
+    @cached_property
+    def layers(self) -> int | None:
+        """How many blocks the model has; None if the gauge does not keep its config."""
+        known = self.gauge.source is not None and self.gauge.source.config
+        return block_count(self.skeleton, self.chart) if known else None
+
     @property
     def target(self) -> str | None:
         """The name of the model the artifacts are wanted on."""
@@ -94,19 +100,50 @@ class Journey:
             If the hook is not known, has another size, or lies in a space that the gauge says
             nothing about.
         """
+        self.require_layer(hook)
         try:
             found = find_hook(self.chart, hook)
             label = found.label(self.chart, size)
         except ChartError as error:
             raise ArtifactError(str(error)) from error
+        if label == VOCABULARY:
+            raise ArtifactError(f"what comes out at {hook!r} is the vocabulary, which stays.")
         if not moves(label, self.gauge):
-            kinds = {space.partition(":")[0] for space in label.spaces}
+            kinds = {kind_of(space) for space in label.spaces}
             raise ArtifactError(
                 f"the coordinates at {hook!r} are those of the {' and '.join(sorted(kinds))} "
                 f"space {label.spaces[0]!r}, about which the gauge says nothing; recover a gauge "
                 "with --spaces all."
             )
         return found, label
+
+    def require_layer(self, hook: str) -> None:
+        """Raise ArtifactError if a hook is of a layer that the model does not have."""
+        numbers = numbers_in(hook)
+        if numbers and self.layers is not None and int(numbers[0]) >= self.layers:
+            raise ArtifactError(
+                f"there is no {hook!r}: the model has {self.layers} layers, counted from 0."
+            )
+
+    def coordinates(self, size: int, what: str) -> tuple[Label, list[str]]:
+        """The label of ``size`` coordinates of ``what``, which names no hook, and notes.
+
+        They are those of the hook that the user gave, or of the residual stream if it has as many.
+        Raises ArtifactError if neither is so.
+        """
+        if self.hook is not None:
+            return self.place(self.hook, size)[1], []
+        if size != self.chart.width:
+            raise ArtifactError(
+                f"{what} has {size} coordinates and names no hook, and the residual stream has "
+                f"{self.chart.width}; name the place in the model with --hook, such as "
+                "blocks.3.mlp.hook_post."
+            )
+        if RESIDUAL.space not in self.gauge.elements:
+            raise ArtifactError(
+                f"{what} is as wide as the residual stream, about which the gauge says nothing."
+            )
+        return RESIDUAL, ["taken to be on the residual stream"]
 
 
 @dataclass(frozen=True)
@@ -257,7 +294,7 @@ def _spaces(axes: Axes) -> set[str]:
 def _unmoved(labels: Sequence[Mapping[str, Any]], gauge: Gauge) -> list[str]:
     """A note of the kinds of spaces that the artifact is indexed by and the gauge leaves out."""
     spaces = {space for row in labels for space in row["spaces"]}
-    kinds = sorted({space.partition(":")[0] for space in spaces - set(gauge.elements)})
+    kinds = sorted({kind_of(space) for space in spaces - set(gauge.elements)})
     if not kinds:
         return []
     return [

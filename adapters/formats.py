@@ -7,23 +7,29 @@ there and back has the bytes it began with.
 from __future__ import annotations
 
 import json
-import math
 import shutil
-import struct
 import zipfile
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
-from io import BytesIO
-from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from signed_align.adapters.archives import (
+    TEXT,
+    array_bytes,
+    is_numeric,
+    read_array,
+    require_bounded,
+    require_sane,
+    rewrite_archive,
+    to_tensor,
+)
 from signed_align.checkpoint import rewrite_safetensors
 from signed_align.errors import ArtifactError, one_line
 from signed_align.gauge import Gauge
@@ -32,22 +38,6 @@ from signed_align.labels import Axes, transport
 Labelling = Callable[[str, tuple[int, ...]], Axes]
 """From a tensor's name and shape to its axis labels; raises for a tensor it does not know."""
 
-MOST_UNPACKED = 2**30, 100
-"""An archive that says it unpacks to more bytes than this, and to so many times its own size."""
-
-JSON_LAYOUTS: tuple[tuple[Any, ...], ...] = (
-    (None, 0, 1, 2, 3, 4, "\t"),
-    (None, (",", ":"), (", ", ": ")),
-    (True, False),
-    ("", "\n"),
-)
-"""Indents, separators, whether only ASCII is written, and the end: how Python writes JSON."""
-
-TEXT = "SU"
-"""The kinds of NumPy arrays that hold text: they stay as they are."""
-
-ZIP64 = b"\x01\x00"
-"""The mark of 64-bit sizes in a zip header."""
 
 SEPARATOR = "/"
 """Between the keys that lead to a tensor inside nested containers."""
@@ -58,20 +48,20 @@ def itself(_: str) -> Tensor | None:
     return None
 
 
-class TensorFile(Protocol):
-    """A file of named tensors."""
+class TensorFile(ABC):
+    """A file of named tensors.
+
+    ``path`` is where it lies, ``shapes`` are those of its tensors, by name.
+    """
 
     path: Path
+    shapes: Mapping[str, tuple[int, ...]]
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Its tensors, by name."""
-        ...
-
+    @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """One of its tensors."""
-        ...
+        """One of its tensors, in the shape and the dtype in which it is stored."""
 
+    @abstractmethod
     def rewrite(
         self,
         destination: Path,
@@ -81,13 +71,49 @@ class TensorFile(Protocol):
     ) -> None:
         """Write a copy in which every tensor is moved.
 
-        ``instead`` leads from a tensor's name to the tensor it is made of, where that is another
-        than the one of its name.
+        Parameters
+        ----------
+        destination : Path
+            The file to make.
+        label : callable
+            From a tensor's name and shape to its axis labels.
+        gauge : Gauge
+            The gauge to move through.
+        instead : callable
+            From a tensor's name to the tensor it is made of, where that is another than the one
+            of its name.
+
+        Raises
+        ------
+        SignedAlignError
+            If a label does not fit, or a tensor cannot be moved exactly.
         """
-        ...
 
 
-class SafetensorsFile:
+class LoadedFile(TensorFile):
+    """A file that is read whole and written whole."""
+
+    @abstractmethod
+    def write(self, destination: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write a copy that holds these tensors, of the same names, shapes and dtypes."""
+
+    def rewrite(
+        self,
+        destination: Path,
+        label: Labelling,
+        gauge: Gauge,
+        instead: Callable[[str], Tensor | None] = itself,
+    ) -> None:
+        """Write a copy in which every tensor is moved."""
+        tensors = {}
+        for name, shape in self.shapes.items():
+            other = instead(name)
+            tensor = self.tensor(name) if other is None else other
+            tensors[name] = transport(tensor, label(name, tuple(shape)), gauge)
+        self.write(destination, tensors)
+
+
+class SafetensorsFile(TensorFile):
     """Moved tensor by tensor; the header stays byte for byte."""
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +156,7 @@ def rename_model(path: Path, key: str, name: str) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
 
 
-class TorchFile:
+class TorchFile(LoadedFile):
     """What ``torch.save`` writes, read with ``weights_only=True``: nested containers of tensors.
 
     ``content`` is the whole of it; a tensor's name is the keys that lead to it.
@@ -138,13 +164,15 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        zipped = zipfile.is_zipfile(path)
+        self._zipped = zipfile.is_zipfile(path)
         try:
-            if zipped:
+            if self._zipped:
                 with zipfile.ZipFile(path) as archive:
                     require_bounded(archive, path)
             # mapped, so that a tensor is read only when it is asked for
-            self.content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            self.content = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=self._zipped
+            )
         except ArtifactError:
             raise
         except Exception as error:  # a damaged pickle fails in many ways
@@ -165,23 +193,17 @@ class TorchFile:
         """One of its tensors."""
         return self._tensors[name].detach()
 
-    def rewrite(
-        self,
-        destination: Path,
-        label: Labelling,
-        gauge: Gauge,
-        instead: Callable[[str], Tensor | None] = itself,
-    ) -> None:
-        """Write a copy in which every tensor is moved."""
-        tensors = _sharing(moved(self, label, gauge, instead), self._tensors)
-        torch.save(self.replaced(tensors), destination)
-
-    def replaced(self, tensors: Mapping[str, Any]) -> Any:
-        """The content with other values in the places of some tensors, by name."""
-        return _rebuilt(self.content, (), tensors)
+    def write(self, destination: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write a copy that holds these tensors."""
+        shared = _sharing(dict(tensors), self._tensors)
+        torch.save(
+            _rebuilt(self.content, (), shared),
+            destination,
+            _use_new_zipfile_serialization=self._zipped,
+        )
 
 
-class NumpyFile:
+class NumpyFile(LoadedFile):
     """An ``.npy`` array, called ``array``, or an ``.npz`` archive of several."""
 
     def __init__(self, path: Path) -> None:
@@ -218,17 +240,11 @@ class NumpyFile:
         """One of its arrays."""
         return to_tensor(self._arrays[name])
 
-    def rewrite(
-        self,
-        destination: Path,
-        label: Labelling,
-        gauge: Gauge,
-        instead: Callable[[str], Tensor | None] = itself,
-    ) -> None:
-        """Write a copy in which every array is moved."""
+    def write(self, destination: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write a copy that holds these tensors."""
         contents = {
             name: array_bytes(tensor.numpy(), like=self._arrays[name])
-            for name, tensor in moved(self, label, gauge, instead).items()
+            for name, tensor in tensors.items()
         }
         if self.path.suffix == ".npy":
             destination.write_bytes(contents["array"])
@@ -238,7 +254,7 @@ class NumpyFile:
         )
 
 
-class GgufFile:
+class GgufFile(LoadedFile):
     """A GGUF file whose tensors are plain floating-point numbers; patched in a copy."""
 
     def __init__(self, path: Path) -> None:
@@ -279,17 +295,10 @@ class GgufFile:
         found = self.reader.get_field(name)
         return None if found is None else found.contents()
 
-    def rewrite(
-        self,
-        destination: Path,
-        label: Labelling,
-        gauge: Gauge,
-        instead: Callable[[str], Tensor | None] = itself,
-    ) -> None:
-        """Write a copy in which every tensor is moved."""
+    def write(self, destination: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write a copy that holds these tensors."""
         from gguf import GGUFReader
 
-        tensors = moved(self, label, gauge, instead)
         shutil.copyfile(self.path, destination)
         copy = GGUFReader(destination, "r+")
         for name, tensor in tensors.items():
@@ -300,21 +309,6 @@ class GgufFile:
         (found,) = (tensor for tensor in reader.tensors if tensor.name == name)
         raw = torch.from_numpy(see(found.data.reshape(-1).view(np.uint8)))
         return raw.view(self._dtypes[name]).reshape(self.shapes[name])
-
-
-def moved(
-    file: TensorFile,
-    label: Labelling,
-    gauge: Gauge,
-    instead: Callable[[str], Tensor | None] = itself,
-) -> dict[str, Tensor]:
-    """Every tensor of a file, moved."""
-    result = {}
-    for name, shape in file.shapes.items():
-        other = instead(name)
-        tensor = file.tensor(name) if other is None else other
-        result[name] = transport(tensor, label(name, tuple(shape)), gauge)
-    return result
 
 
 FORMATS: Mapping[str, Callable[[Path], TensorFile]] = {
@@ -336,119 +330,12 @@ def open_tensors(path: Path) -> TensorFile:
     return FORMATS[path.suffix](path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; raises ArtifactError if it is not one."""
-    content = read_any_json(path)
-    if not isinstance(content, dict):
-        raise ArtifactError(f"{path} holds no JSON object.")
-    return content
-
-
-def read_any_json(path: Path) -> Any:
-    """Any JSON value from a file; raises ArtifactError if it is not readable."""
+def is_readable(path: Path) -> bool:
+    """Whether a file is not damaged, if its name says that it holds tensors."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path} is not readable JSON: {error}.") from error
-
-
-def json_like(text: str, content: Any) -> str:
-    """``content`` as JSON, laid out as ``text`` is, if that is a way in which Python writes it."""
-    old = json.loads(text)
-    for indent, separators, ascii_only, end in product(*JSON_LAYOUTS):
-        dump = partial(json.dumps, indent=indent, separators=separators, ensure_ascii=ascii_only)
-        if dump(old) + end == text:
-            return dump(content) + end
-    return json.dumps(content, indent=2) + "\n"
-
-
-def require_bounded(archive: zipfile.ZipFile, path: Path) -> None:
-    """Raise ArtifactError for an archive that says it unpacks to too much."""
-    unpacked = sum(member.file_size for member in archive.infolist())
-    most, times = MOST_UNPACKED
-    if unpacked > most and unpacked > times * path.stat().st_size:
-        raise ArtifactError(
-            f"{path} says that it unpacks to {unpacked} bytes, more than {times} times its size."
-        )
-
-
-def require_sane(archive: zipfile.ZipFile, path: Path) -> None:
-    """Raise ArtifactError for an archive that unpacks to too much, or out of its folder."""
-    require_bounded(archive, path)
-    names = archive.namelist()
-    if len(set(names)) != len(names) or any(Path(name).name != name for name in names):
-        raise ArtifactError(f"{path} is an archive with doubled or nested names.")
-
-
-def rewrite_archive(source: Path, destination: Path, contents: Mapping[str, bytes]) -> None:
-    """Copy a zip archive, member by member, with other contents for some of them.
-
-    Order, dates and compression of the members stay, and the form of their headers.
-    """
-    with zipfile.ZipFile(source) as old, zipfile.ZipFile(destination, "w") as new:
-        missing = sorted(set(contents) - set(old.namelist()))
-        if missing:
-            raise ArtifactError(f"{source} has no member {missing[0]!r}.")
-        for member in old.infolist():
-            data = contents.get(member.filename)
-            data = old.read(member) if data is None else data
-            wide = _has_wide_header(source, member)
-            with new.open(member, "w", force_zip64=wide) as writer:
-                writer.write(data)
-
-
-def _has_wide_header(path: Path, member: zipfile.ZipInfo) -> bool:
-    """Whether a member's header has room for 64-bit sizes, as NumPy asks for."""
-    with open(path, "rb") as file:
-        file.seek(member.header_offset + 26)
-        name_length, extra_length = struct.unpack("<HH", file.read(4))
-        file.seek(name_length, 1)
-        return file.read(extra_length)[:2] == ZIP64
-
-
-def array_bytes(array: np.ndarray[Any, Any], like: np.ndarray[Any, Any]) -> bytes:
-    """An array as the bytes of an ``.npy`` file, in the order in memory of another."""
-    buffer = BytesIO()
-    np.lib.format.write_array(buffer, ordered_like(array, like), allow_pickle=False)
-    return buffer.getvalue()
-
-
-def ordered_like(array: np.ndarray[Any, Any], like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """An array in the order in memory, and the byte order, of another."""
-    typed = array.astype(like.dtype, copy=False)
-    if like.flags.f_contiguous and not like.flags.c_contiguous:
-        return np.asfortranarray(typed)
-    return np.asarray(typed, order="C")
-
-
-def is_numeric(array: np.ndarray[Any, Any]) -> bool:
-    """Whether an array holds numbers of a type that torch has too."""
-    return array.dtype.kind in "fiubc" and array.dtype.itemsize <= 8 + 8 * (array.dtype.kind == "c")
-
-
-def to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    """An array as a tensor, which has the machine's own byte order and lies in order."""
-    native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    return torch.from_numpy(np.array(native, order="C"))
-
-
-def read_array(data: bytes, path: Path) -> np.ndarray[Any, Any]:
-    """An array from the bytes of an ``.npy`` file, if its header says how many there are."""
-    buffer = BytesIO(data)
-    version = np.lib.format.read_magic(buffer)
-    read_header = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }.get(version)
-    if read_header is None:
-        raise ArtifactError(f"{path} holds an array of an unknown version of the .npy format.")
-    shape, _, dtype = read_header(buffer)
-    if dtype.hasobject:
-        raise ArtifactError(f"{path} holds pickled objects, which are not loaded: they are code.")
-    if math.prod(shape) * dtype.itemsize != len(data) - buffer.tell():
-        raise ArtifactError(f"{path} holds an array whose size is not what its header says.")
-    buffer.seek(0)
-    return np.lib.format.read_array(buffer, allow_pickle=False)
+        return path.suffix not in FORMATS or bool(open_tensors(path))
+    except ArtifactError:
+        return False
 
 
 def _walk(value: Any, path: tuple[Any, ...], found: dict[str, Tensor], file: Path) -> None:
@@ -522,7 +409,7 @@ def _rebuilt(value: Any, path: tuple[Any, ...], tensors: Mapping[str, Any]) -> A
             moved = torch.empty_like(value).copy_(moved)
         if isinstance(value, torch.nn.Parameter):
             return torch.nn.Parameter(moved, value.requires_grad)
-        return moved
+        return moved.requires_grad_(value.requires_grad)
     if isinstance(value, dict):
         items = ((key, _rebuilt(item, (*path, key), tensors)) for key, item in value.items())
         copy = value.copy()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from signed_align.adapters.artifact import Artifact, Journey, Part
-from signed_align.adapters.formats import TensorFile, open_tensors, read_json
+from signed_align.adapters.formats import TensorFile, open_tensors
+from signed_align.adapters.json_files import read_json
 from signed_align.adapters.peft_methods import (
     COLUMN,
     METHODS,
@@ -34,10 +35,10 @@ from signed_align.labels import (
     Axes,
     Fused,
     Label,
-    Section,
     joined,
-    ravel,
+    stacked_factor,
     transport_entries,
+    transport_flat_entries,
 )
 
 CONFIG_NAME = "adapter_config.json"
@@ -208,6 +209,10 @@ class Labeller:
                 found[path] = None
         return list(found)
 
+    @cached_property
+    def _keys(self) -> dict[tuple[str, str | None], str]:
+        return {self._split(key): key for key in self.shapes}
+
     def entries(self) -> Iterator[tuple[str, Entries]]:
         """The modules with tensors that are moved entry by entry."""
         for path in self.adapted:
@@ -217,11 +222,11 @@ class Labeller:
 
     def key_of(self, path: str, suffix: str) -> str | None:
         """The name of a module's tensor in the file, or None if it has none."""
-        return next((key for key in self.shapes if self._split(key) == (path, suffix)), None)
+        return self._keys.get((path, suffix))
 
     def weight_axes(self, path: str) -> tuple[Axes, tuple[int, int]]:
         """The labels of a module's outputs and inputs, and how many there are of each."""
-        module, numbers = self._module(path)
+        module, numbers = self.chart.module(path)
         shape = (self._size(path, "out"), self._size(path, "in"))
         return self.chart.bind(path, (module.output, module.input), shape, numbers), shape
 
@@ -237,13 +242,24 @@ class Labeller:
         return all(copy == copies[0] for copies in moved.values() for copy in copies)
 
     def expert_key(self, key: str) -> str:
-        """The name of the tensor that becomes the one called ``key``, where experts move."""
+        """The name of the tensor that becomes the one called ``key``, where experts move.
+
+        Raises ArtifactError if a setting may name the expert that changes places.
+        """
         path, suffix = self._split(key)
         if not path or suffix is None:
             return key
         weight = f"{path}.weight"
         other = self.chart.origin(weight, self.journey.gauge)
-        return key if other == weight else key.replace(path, other.removesuffix(".weight"), 1)
+        if other == weight:
+            return key
+        for option in ("rank_pattern", "alpha_pattern", "layer_replication"):
+            if self.config.get(option):
+                raise ArtifactError(
+                    f"the adapter has a {option}, and is on single experts, which change places; "
+                    "convert it to one rank and one scale for all (peft.save_as_lora)."
+                )
+        return key.replace(path, other.removesuffix(".weight"), 1)
 
     # ---- names -------------------------------------------------------------------------------
 
@@ -275,9 +291,6 @@ class Labeller:
             return f"{match[1]}{layers[int(match[2])]}"
 
         return re.sub(rf"((?:^|\.){re.escape(self.chart.blocks)}\.)(\d+)", number, path)
-
-    def _module(self, path: str) -> tuple[ModuleLabel, tuple[str, ...]]:
-        return self.chart.module(path)
 
     # ---- labels ------------------------------------------------------------------------------
 
@@ -312,7 +325,7 @@ class Labeller:
 
     def _rule(self, path: str, suffix: str, shape: tuple[int, ...]) -> Rule:
         rules = self.method.tensors[suffix]
-        if path and self.method.embedding and self._module(path)[0].input == VOCABULARY:
+        if path and self.method.embedding and self.chart.module(path)[0].input == VOCABULARY:
             rules = self.method.embedding.get(suffix, rules)
         case = Case(
             self.config, shape, lambda: self._size(path, "in"), lambda: self._size(path, "out")
@@ -326,7 +339,7 @@ class Labeller:
         if Side("cache") in entries:
             return (*[None] * (len(shape) - 1), self._cache_label(shape[-1]))
         sides = any(isinstance(entry, Side) for entry in entries)
-        module, numbers = self._module(path) if sides else (ModuleLabel(), ())
+        module, numbers = self.chart.module(path) if sides else (ModuleLabel(), ())
         templates = [
             self._template(path, module, entry) if isinstance(entry, Side) else entry
             for entry in entries
@@ -364,7 +377,7 @@ class Labeller:
             raise ChartError(f"the base model has no module {path!r}.") from error
 
     def _label(self, path: str, side: Side) -> tuple[Label | None, int]:
-        module, numbers = self._module(path)
+        module, numbers = self.chart.module(path)
         size = self._size(path, self._of(path, side))
         template = self._template(path, module, side)
         return self.chart.bind(path, (template,), (size,), numbers)[0], size
@@ -372,7 +385,7 @@ class Labeller:
     def _require(self, path: str, need: Need) -> None:
         label, size = self._label(path, need.side)
         element = self.journey.element(label, size)
-        if element.is_identity or (need.verb == "flip" and bool((element.sign > 0).all())):
+        if element.is_identity or (need.verb == "flip" and not element.flips):
             return
         side = {"in": "inputs", "out": "outputs"}[need.side.of]
         verb = "moves" if need.verb == "move" else "flips the signs of"
@@ -395,9 +408,7 @@ class Labeller:
                 raise ChartError(f"it has {size} coordinates, its modules have {most}.")
             whole = self.journey.element(label, most)
             for other, count in used:
-                part = self.journey.element(other, count)
-                same = torch.equal(part.perm, whole.perm[:count])
-                if not same or not torch.equal(part.sign, whole.sign[:count]):
+                if not whole.extends(self.journey.element(other, count)):
                     raise ArtifactError(
                         f"the adapter tensor {key!r} cannot be moved: {SHARED_REASON}; "
                         f"{self.method.way_out}."
@@ -415,29 +426,19 @@ class Labeller:
 
     def _cache_label(self, size: int) -> Label | None:
         """The label of all layers' keys and values: per layer the keys' heads, then the values'."""
-        sites = [
-            (pattern, site)
-            for pattern, site in self.chart.sites.items()
-            if {"keys", "values"} <= set(site.spaces)
-        ]
+        modules = (name for name, _ in self.journey.skeleton.named_modules())
+        sites = self.chart.sites_among(modules, ("keys", "values"))
         if not sites:
             return None
-        found: list[tuple[list[int], str, tuple[str, ...]]] = []
-        for name, _ in self.journey.skeleton.named_modules():
-            for pattern, _ in sites:
-                regex = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
-                places = [regex.fullmatch(path) for path in self.chart.bare(name)]
-                found += [([int(n) for n in m.groups()], pattern, m.groups()) for m in places if m]
-        if any("nopes" in site.spaces for _, site in sites) or size % (2 * len(found)):
+        latent = any("nopes" in self.chart.sites[pattern].spaces for pattern, _ in sites)
+        each, rest = divmod(size, 2 * len(sites))
+        if latent or rest:
             raise ChartError("the layout of this model's key-value cache is not known.")
-        each = size // (2 * len(found))
-        labels: list[Label] = []
-        for _, pattern, numbers in sorted(found):
-            runs = (Layout(pattern, (Run(("kv", kind)),)) for kind in ("key", "value"))
-            for run in runs:
-                (label,) = self.chart.bind("prompt_embeddings", (run,), (each,), numbers)
-                assert label is not None
-                labels.append(label)
+        labels: list[Label | None] = []
+        for pattern, numbers in sites:
+            for kind in ("key", "value"):
+                run = Layout(pattern, (Run(("kv", kind)),))
+                labels += self.chart.bind("prompt_embeddings", (run,), (each,), numbers)
         return joined(labels, [each] * len(labels))
 
     # ---- adapters on bare parameters ---------------------------------------------------------
@@ -445,7 +446,7 @@ class Labeller:
     def _is_bare(self, path: str) -> bool:
         """Whether a path is that of a module whose parameters are adapted one by one."""
         bare = re.sub(r"(\.base_layer)+$", "", path)
-        module = self._module(bare)[0]
+        module = self.chart.module(bare)[0]
         return module.input is None and module.output is None
 
     def _parameter_axes(self, path: str, suffix: str, shape: tuple[int, ...]) -> Axes:
@@ -476,21 +477,8 @@ class Labeller:
         if len(whole) != 3:
             raise ChartError(f"the parameter {name!r} has {len(whole)} axes.")
         swapped = not getattr(module, "is_transposed", False)
-        label = axes[2 if first == swapped else 1]
-        stacked = next((axis for axis in axes if isinstance(axis, Fused)), None)
-        experts = stacked.leading if stacked is not None else axes[0]
-        count = whole[0]
-        rank = shape[0 if first else 1] // count
-        if isinstance(label, Fused) and label.span > 1:
-            fused = label.with_rank(rank, last=not first)
-            return (fused, fused)
-        if experts is None or isinstance(experts, Fused):
-            over: Label | None = None
-        elif first:
-            over = Fused((), (Section((count, rank), ((experts, (0,)),)),))
-        else:
-            over = Fused((), (Section((rank, count), ((experts, (1,)),)),))
-        return (over, label) if first else (label, over)
+        rank = shape[0 if first else 1] // whole[0]
+        return stacked_factor(axes, whole, 2 if first == swapped else 1, rank, last=not first)
 
     @staticmethod
     def _matrix_factor(axes: Axes, first: bool) -> Axes:
@@ -517,15 +505,17 @@ def _moved_entries(
             )
         axes, shape = labeller.weight_axes(path)
         places = file.tensor(indices)
-        at = torch.unravel_index(places.long(), shape) if one.flat else tuple(places)
-        rows_columns, moved_values, _ = transport_entries(
-            at, file.tensor(values), axes, shape, labeller.journey.gauge
-        )
-        assert moved_values is not None
-        moved[indices] = (
-            ravel(rows_columns, shape).to(places.dtype) if one.flat else torch.stack(rows_columns)
-        )
-        moved[values] = moved_values
+        gauge = labeller.journey.gauge
+        if one.flat:
+            moved[indices], moved[values] = transport_flat_entries(
+                places, file.tensor(values), axes, shape, gauge
+            )
+        else:
+            pairs, there, _ = transport_entries(
+                tuple(places), file.tensor(values), axes, shape, gauge
+            )
+            assert there is not None
+            moved[indices], moved[values] = torch.stack(pairs), there
         remarks |= {indices: "entries of (out, in)", values: "values at entries of (out, in)"}
     return moved, remarks
 
@@ -534,9 +524,9 @@ def _other_expert(labeller: Labeller, file: TensorFile, name: str) -> Tensor | N
     other = labeller.expert_key(name)
     if other == name:
         return None
-    if other not in file.shapes:
+    if file.shapes.get(other) != file.shapes[name]:
         raise ArtifactError(
-            f"the adapter has {name!r} but not {other!r}, which moves there: all experts of a "
-            "layer must be adapted alike."
+            f"the adapter has {name!r} but no {other!r} of the same shape, which moves there: all "
+            "experts of a layer must be adapted alike."
         )
     return file.tensor(other)

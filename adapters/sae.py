@@ -20,7 +20,8 @@ from signed_align.activations import (
     sentences_of,
 )
 from signed_align.adapters.artifact import Artifact, Journey, Part
-from signed_align.adapters.formats import open_tensors, read_json
+from signed_align.adapters.formats import open_tensors
+from signed_align.adapters.json_files import read_json
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import ArtifactError, ChartError, one_line
 from signed_align.hooks import find_hook

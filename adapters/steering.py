@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,13 @@ from signed_align.adapters.formats import (
     open_tensors,
     rename_model,
 )
+from signed_align.adapters.parity import Parity, parity
 from signed_align.chart import RESIDUAL, Chart
 from signed_align.checkpoint import Checkpoint, is_weight_file
 from signed_align.errors import ArtifactError, ChartError
 from signed_align.gauge import Gauge
-from signed_align.hooks import Hook, find_hook, submodule
-from signed_align.labels import Axes, Label
+from signed_align.hooks import block_count, find_hook
+from signed_align.labels import Axes
 from signed_align.steering import log_odds, steered
 
 CONTROL_VECTOR = "controlvector"
@@ -44,8 +45,6 @@ DIRECTION = re.compile(r"direction\.(\d+)")
 LAYER_KEY = re.compile(r"(?:layers?[._]?)?(\d+)")
 BLOCK_OUTPUT = "blocks.{}.hook_resid_post"
 """Where a vector of a layer is added, unless it says otherwise."""
-
-RESIDUAL_HOOK = "hook_embed"
 
 LAYER_TYPES: Mapping[str, tuple[str, ...]] = {
     "decoder_block": ("",),
@@ -74,8 +73,6 @@ FOREIGN: Mapping[str, re.Pattern[str]] = {
     "moments of an optimizer": re.compile(r"(.*[./])?(exp_avg(_sq)?|momentum_buffer)"),
 }
 """What is no steering vector, by the names of tensors."""
-
-BATCH_SIZE = 16
 
 
 class SteeringFamily:
@@ -180,12 +177,25 @@ def _open(path: Path) -> TensorFile:
     return file
 
 
+def _is_linear(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether these are the tensors of one linear layer: a probe on activations."""
+    if not 1 <= len(shapes) <= 2:
+        return False
+    weight = next((name for name in shapes if re.fullmatch(r"([A-Za-z_]\w*\.)?weight", name)), None)
+    if weight is None or len(shapes[weight]) != 2:
+        return False
+    bias = f"{weight.removesuffix('weight')}bias"
+    return set(shapes) == {weight} or shapes.get(bias) == shapes[weight][:1]
+
+
 def _is_vector(file: TensorFile, name: str) -> bool:
     return bool(file.shapes[name]) and file.tensor(name).is_floating_point()
 
 
-def _foreign(names: Iterable[str]) -> str | None:
+def _foreign(names: Mapping[str, tuple[int, ...]]) -> str | None:
     """What else tensors of these names are, if that is known."""
+    if _is_linear(names):
+        return None
     for name in names:
         for what, pattern in FOREIGN.items():
             if pattern.fullmatch(name):
@@ -242,6 +252,9 @@ def _labels(file: TensorFile, journey: Journey) -> tuple[dict[str, Axes], list[s
         if not shape:
             labels[name] = ()
             continue
+        if name.endswith("bias") and _is_linear(file.shapes):
+            labels[name] = (None,)
+            continue
         if not file.tensor(name).is_floating_point():
             raise ArtifactError(
                 f"the tensor {name!r} of {file.path} holds {file.tensor(name).dtype}, which could "
@@ -251,39 +264,29 @@ def _labels(file: TensorFile, journey: Journey) -> tuple[dict[str, Axes], list[s
         if hook is not None:
             label = journey.place(hook, shape[-1])[1]
         else:
-            label, said = coordinates(
-                journey, shape[-1], f"the tensor {name!r} of {file.path}, of shape {shape},"
+            label, said = journey.coordinates(
+                shape[-1], f"the tensor {name!r} of {file.path}, of shape {shape},"
             )
             notes += said
             unnamed.append(name)
-        labels[name] = (*(None for _ in shape[1:]), label)
         if shape[-1] in shape[:-1]:
-            notes.append(
-                f"the tensor {name!r} has the shape {shape}: its last axis is taken to be that of "
-                "the coordinates"
+            raise ArtifactError(
+                f"the tensor {name!r} of {file.path} has the shape {shape}, so it is not certain "
+                "which axis is that of the coordinates; save its rows as a dictionary of vectors."
             )
+        takes = parity(name.rpartition(SEPARATOR)[2])
+        if takes is Parity.ONE_SIDED and journey.element(label, shape[-1]).flips:
+            raise ArtifactError(
+                f"the tensor {name!r} of {file.path} becomes another quantity where a sign flips "
+                "(a maximum becomes the minimum), so it cannot be moved; take it out of the file."
+            )
+        along = label.unsigned if takes is Parity.EVEN else label
+        labels[name] = (*(None for _ in shape[1:]), along)
     if journey.hook is not None:
         _require_one_place(file, journey, labels, unnamed)
     if isinstance(file, TorchFile):
         _require_no_listed_vectors(file, {shape[-1] for shape in file.shapes.values() if shape})
     return labels, list(dict.fromkeys(notes))
-
-
-def coordinates(journey: Journey, size: int, what: str) -> tuple[Label, list[str]]:
-    """The label of ``size`` coordinates of ``what``, which names no hook, and notes.
-
-    They are those of the hook that the user gave, or of the residual stream if that has as many.
-    Raises ArtifactError if neither is so.
-    """
-    if journey.hook is not None:
-        return journey.place(journey.hook, size)[1], []
-    width = journey.chart.width
-    if size != width:
-        raise ArtifactError(
-            f"{what} has {size} coordinates and names no hook, and the residual stream has "
-            f"{width}; name the place in the model with --hook, such as blocks.3.mlp.hook_post."
-        )
-    return journey.place(RESIDUAL_HOOK, size)[1], ["taken to be on the residual stream"]
 
 
 def _hook_of(file: TensorFile, name: str, chart: Chart) -> str | None:
@@ -329,7 +332,7 @@ def _require_one_place(
 ) -> None:
     """Refuse vectors of several layers at a hook of a single layer's own coordinates."""
     several = sum(math.prod(file.shapes[name][:-1]) for name in unnamed) > 1
-    own = any(labels[name][-1] != RESIDUAL for name in unnamed)
+    own = any(labels[name][-1] not in (RESIDUAL, RESIDUAL.unsigned) for name in unnamed)
     if several and own:
         raise ArtifactError(
             f"{file.path} holds several vectors, and every layer has coordinates of its own at "
@@ -412,7 +415,7 @@ def _placed(
     if named is not None and len(rows) == 1:
         yield named, rows[0]
         return
-    blocks = len(submodule(model, chart, Hook("the blocks", RESIDUAL, module=chart.blocks)))
+    blocks = block_count(model, chart)
     if named is not None or tensor.ndim != 2 or len(rows) != blocks:
         raise ArtifactError(
             f"the tensor {name!r} of {file.path} has the shape {tuple(tensor.shape)}, so it is not "

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from signed_align.adapters.artifact import Artifact, Journey, Part
-from signed_align.adapters.formats import open_tensors, read_json
+from signed_align.adapters.formats import open_tensors
+from signed_align.adapters.json_files import read_json
 from signed_align.adapters.optimizer import (
     FILE_NAMES,
     OptimizerFamily,
@@ -36,8 +37,8 @@ CARRIED = (SCHEDULER_NAME, "scheduler.bin", "scaler.pt", "rng_state*.pth", "rand
 
 UNMOVABLE: Mapping[str, str] = {
     "checkpoint-is-incomplete.txt": "it was not written to its end; take an earlier one",
-    "global_step*": "DeepSpeed spreads flattened weights and moments over files, which a "
-    "permutation crosses; make model.safetensors with its zero_to_fp32.py, move that, and "
+    "global_step*/*_states.pt": "DeepSpeed spreads flattened weights and moments over files, "
+    "which a permutation crosses; make model.safetensors with its zero_to_fp32.py, move that, and "
     "continue with a fresh optimizer",
     "pytorch_model_fsdp*": "FSDP's files are keyed and sharded in its own way; save with "
     "FULL_STATE_DICT and as safetensors, or continue with a fresh optimizer",

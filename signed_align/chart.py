@@ -528,6 +528,23 @@ class Chart:
     def _site_patterns(self) -> list[tuple[re.Pattern[str], Site]]:
         return [(_as_regex(pattern), site) for pattern, site in self.sites.items()]
 
+    def sites_among(
+        self, paths: Iterable[str], kinds: Iterable[str]
+    ) -> list[tuple[str, tuple[str, ...]]]:
+        """The sites with spaces of all ``kinds`` that module paths lead to, in the model's order.
+
+        Each is given by its pattern, a key of :attr:`sites`, and the numbers in its path.
+        """
+        wanted = set(kinds)
+        found = {}
+        for name in paths:
+            for path in self.bare(name):
+                for pattern, site in self.sites.items():
+                    match = _as_regex(pattern).fullmatch(path)
+                    if match and wanted <= set(site.spaces):
+                        found[pattern, match.groups()] = [int(number) for number in match.groups()]
+        return sorted(found, key=lambda place: (found[place], place[0]))
+
     def _site(self, path: str) -> Site | None:
         """The site at a path, as the names of spaces have it."""
         return next((site for regex, site in self._site_patterns if regex.fullmatch(path)), None)

@@ -50,10 +50,10 @@ LARGE_BYTES = 256 * 2**20
 # that transformers loads; copying another copy in the old coordinates beside them would be a trap.
 _WEIGHT_SUFFIXES = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".h5", ".msgpack",
-    ".npz", ".pkl", ".tflite",
+    ".npy", ".npz", ".pkl", ".pickle", ".joblib", ".skops", ".tflite",
 }  # fmt: skip
 _WEIGHT_INDEXES = {"pytorch_model.bin.index.json", INDEX_NAME}
-_NOT_WEIGHTS = {"training_args.bin"}
+NOT_WEIGHTS = {"training_args.bin"}
 
 _DTYPES = {
     "F64": torch.float64,
@@ -409,7 +409,7 @@ def is_weight_file(file: Path) -> bool:
     """Whether a file holds weights, or an index of weights, rather than text or settings."""
     return (
         file.suffix in _WEIGHT_SUFFIXES or file.name in _WEIGHT_INDEXES
-    ) and file.name not in _NOT_WEIGHTS
+    ) and file.name not in NOT_WEIGHTS
 
 
 class _Entry(NamedTuple):
@@ -472,6 +472,11 @@ class _TensorMover:
             self._write(self._read(entry.dtype, entry.shape, offset), offset)
             return entry.nbytes
         other = self._origin(entry.name)
+        if other is not None and (other.shape != entry.shape or other.dtype != entry.dtype):
+            raise CheckpointError(
+                f"it is made of a tensor of shape {tuple(other.shape)} and dtype {other.dtype}, "
+                f"and is itself {entry.shape} and {entry.dtype}."
+            )
         if other is not None or (whole and isinstance(axes[0], Fused)):
             origin = self._read(entry.dtype, entry.shape, offset) if other is None else other
             self._write(transport(origin, axes, self._gauge), offset)

@@ -15,7 +15,15 @@ from typing import Any
 
 from torch import Tensor
 
-from signed_align.chart import RESIDUAL, Chart, Layout, ModuleLabel, Template, numbers_in
+from signed_align.chart import (
+    RESIDUAL,
+    VOCABULARY,
+    Chart,
+    Layout,
+    ModuleLabel,
+    Template,
+    numbers_in,
+)
 from signed_align.errors import ChartError
 from signed_align.labels import Label
 
@@ -86,14 +94,27 @@ def find_hook(chart: Chart, name: str) -> Hook:
     if lens and "hook_" in lens[2]:
         return _lens_hook(chart, name, lens[1], lens[2])
     if name in OTHER_RESIDUAL_HOOKS:
-        first = f"{chart.blocks}.0" if name == "hook_embed" else ""
-        return Hook(name, RESIDUAL, module=first, reads=True)
+        embeddings = [
+            path
+            for path, label in chart.modules.items()
+            if (label.input, label.output) == (VOCABULARY, RESIDUAL)
+        ]
+        known = name == "hook_embed" and len(embeddings) == 1
+        return Hook(name, RESIDUAL, module=embeddings[0] if known else "")
     found = _module_hook(chart, name)
     if found is None:
         raise ChartError(
             f"{name!r} is no hook whose coordinates the chart of {chart.model_type} models knows."
         )
     return found
+
+
+def block_count(model: Any, chart: Chart) -> int:
+    """How many decoder blocks a model has; raises ChartError if it has no list of them."""
+    for name, module in model.named_modules():
+        if chart.blocks in chart.bare(name):
+            return len(module)
+    raise ChartError(f"the {chart.model_type} model has no list of blocks {chart.blocks!r}.")
 
 
 def width_at(hook: Hook, chart: Chart, model: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import SignedAlignError
 from signed_align.gauge import Gauge, by_kind
-from signed_align.labels import Axes, Axis, Label
+from signed_align.labels import Axes, Axis, Label, axes_text, kind_of
 
 
 def inspect(thing: str) -> tuple[dict[str, Any], list[str]]:
@@ -110,25 +110,8 @@ def _axis_data(label: Label | None) -> dict[str, Any] | None:
     if label is None:
         return None
     if isinstance(label, Axis):
-        return {"space": _kind(label.space), "signed": label.signed}
-    return {"spaces": [_kind(space) for space in label.spaces], "blocks": len(label.sections)}
-
-
-def _kind(space: str) -> str:
-    return space.partition(":")[0]
-
-
-def axes_text(axes: Axes) -> str:
-    """Labels for people: ``(residual, |mlp|, ·)``; bars for what keeps its sign."""
-    words = []
-    for axis in axes:
-        if axis is None:
-            words.append("·")
-        elif isinstance(axis, Axis):
-            words.append(_kind(axis.space) if axis.signed else f"|{_kind(axis.space)}|")
-        else:
-            words.append("×".join(map(_kind, axis.spaces)))
-    return f"({', '.join(words)})"
+        return {"space": kind_of(label.space), "signed": label.signed}
+    return {"spaces": [kind_of(space) for space in label.spaces], "blocks": len(label.sections)}
 
 
 def _gauge_lines(summary: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> list[str]:

@@ -235,6 +235,35 @@ def moves(label: Label | None, gauge: Gauge) -> bool:
     return label is not None and any(space in gauge.elements for space in label.spaces)
 
 
+def stacked_factor(axes: Axes, shape: Sequence[int], which: int, rank: int, *, last: bool) -> Axes:
+    """The labels of one factor of a low-rank update of stacked matrices, all of them in one.
+
+    Parameters
+    ----------
+    axes, shape
+        The labels and the shape (matrices, rows, columns) of the stack.
+    which : int
+        The axis of the stack, 1 or 2, that the factor shares with it.
+    rank : int
+        The rank of each matrix's update.
+    last : bool
+        The factor has the shared axis first, and then an axis that runs over the rank and inside
+        over the matrices. Otherwise an axis over the matrices and inside over the rank comes
+        first, and then the shared one.
+    """
+    label = axes[which]
+    if isinstance(label, Fused) and label.span > 1:
+        fused = label.with_rank(rank, last=last)
+        return (fused, fused)
+    stacked = next((axis for axis in axes if isinstance(axis, Fused) and axis.span > 1), None)
+    leading = stacked.leading if stacked is not None else axes[0]
+    over: Label | None = None
+    if isinstance(leading, Axis):
+        sizes = (rank, shape[0]) if last else (shape[0], rank)
+        over = Fused((), (Section(sizes, ((leading, (1 if last else 0,)),)),))
+    return (label, over) if last else (over, label)
+
+
 def even(axes: Axes) -> Axes:
     """The labels of a quantity that no sign flips: a square, a norm, a magnitude."""
     return tuple(label and label.unsigned for label in axes)
@@ -346,6 +375,19 @@ def transport_entries(
     return moved, values, sign
 
 
+def transport_flat_entries(
+    indices: Tensor, values: Tensor, axes: Axes, shape: Sequence[int], gauge: Gauge
+) -> tuple[Tensor, Tensor]:
+    """As :func:`transport_entries`, for indices that count a tensor's entries in row-major order.
+
+    Returns the indices in the target, in their dtype, and the values there.
+    """
+    places = torch.unravel_index(indices.long(), tuple(shape))
+    moved, values_there, _ = transport_entries(places, values, axes, shape, gauge)
+    assert values_there is not None
+    return ravel(moved, shape).to(indices.dtype), values_there
+
+
 def transport(
     tensor: Tensor, axes: Sequence[Label | None], gauge: Gauge, rows: slice = slice(None)
 ) -> Tensor:
@@ -427,3 +469,21 @@ def transport_all(
         name: transport(tensors[origin(name)], axes(name, tuple(tensor.shape)), gauge)
         for name, tensor in tensors.items()
     }
+
+
+def kind_of(space: str) -> str:
+    """The kind of a space by its name: ``mlp`` of ``mlp:layers.3.mlp``."""
+    return space.partition(":")[0]
+
+
+def axes_text(axes: Axes) -> str:
+    """Labels for people: ``(residual, |mlp|, ·)``; bars for what keeps its sign."""
+    words = []
+    for axis in axes:
+        if axis is None:
+            words.append("·")
+        elif isinstance(axis, Axis):
+            words.append(kind_of(axis.space) if axis.signed else f"|{kind_of(axis.space)}|")
+        else:
+            words.append("×".join(map(kind_of, axis.spaces)))
+    return f"({', '.join(words)})"

@@ -101,6 +101,17 @@ class SignedPermutation:
         """Whether all signs agree: the element is then in S_d × {±1}."""
         return bool((self.sign == self.sign[:1]).all())
 
+    @property
+    def flips(self) -> int:
+        """How many coordinates change their sign."""
+        return int((self.sign < 0).sum())
+
+    def extends(self, other: SignedPermutation) -> bool:
+        """Whether this element does to the first coordinates, as many, what ``other`` does."""
+        return torch.equal(self.perm[: other.size], other.perm) and torch.equal(
+            self.sign[: other.size], other.sign
+        )
+
     def apply(
         self, tensor: Tensor, axis: int, *, signed: bool = True, part: slice = slice(None)
     ) -> Tensor:

@@ -405,7 +405,7 @@ FAULTS = [
     ([3, 3], POST, "twice"),
     ([{"neuron": True}], POST, "True is not an integer"),
     ([{"neuron": 3.0}], POST, "not an integer"),
-    ({"0": [3], "2": [3]}, MLP, "layer 2, the model has 2"),
+    ({"0": [3], "2": [3]}, MLP, "the model has 2 layers"),
     ({"0": [3]}, POST.replace("0", "1"), "the list says layer 0"),
     ([3, 17], MLP, "does not say which"),
     ([[0, 3]], POST, "the list says layer 0"),

@@ -52,7 +52,7 @@ from sklearn.svm import SVC, SVR, LinearSVC, LinearSVR, NuSVC, NuSVR, OneClassSV
 from sklearn.tree import DecisionTreeClassifier
 
 from signed_align import Gauge, SignedPermutation, port
-from signed_align.adapters import formats, recognise
+from signed_align.adapters import archives, recognise
 from signed_align.adapters.probes import ESTIMATORS, PickledFile, ProbeFamily
 from signed_align.errors import ArtifactError, SignedAlignError
 from signed_align.gauge import ModelIdentity
@@ -452,7 +452,7 @@ def test_archives_with_paths_are_refused(tmp_path, gauge, member):
 
 def test_archives_that_unpack_to_too_much_are_refused(tmp_path, gauge, monkeypatch):
     path = dumped(LogisticRegression().fit(X, TWO), tmp_path)
-    monkeypatch.setattr(formats, "MOST_UNPACKED", (100, 0))
+    monkeypatch.setattr(archives, "MOST_UNPACKED", (100, 0))
     refused(path, gauge, "unpacks to")
 
 

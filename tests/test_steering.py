@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from signed_align import Checkpoint, Gauge, SignedPermutation, port, scramble
-from signed_align.adapters import formats, recognise
+from signed_align.adapters import archives, recognise
 from signed_align.adapters.steering import SteeringFamily, read_vectors, steering_effect
 from signed_align.errors import ArtifactError, ChartError, SignedAlignError
 from signed_align.gauge import ModelIdentity
@@ -364,10 +364,37 @@ def test_what_is_not_understood_is_refused(pair, tmp_path, content, match):
     refused(pair, saved(tmp_path, content), match)
 
 
-def test_a_square_tensor_moves_along_its_last_axis_and_that_is_said(pair, tmp_path):
-    there, report = there_and_back(pair, saved(tmp_path, vector(WIDTH, WIDTH)))
-    assert torch.equal(torch.load(there), pair.moved(vector(WIDTH, WIDTH)))
-    assert any("last axis" in note for note in report["notes"])
+def test_a_square_tensor_is_refused_since_either_axis_could_be_that_of_coordinates(pair, tmp_path):
+    with pytest.raises(ArtifactError, match="which axis"):
+        port(saved(tmp_path, vector(WIDTH, WIDTH)), pair.gauge, tmp_path / "moved.pt")
+
+
+def test_even_quantities_keep_their_signs(pair, tmp_path):
+    content = {name: vector(WIDTH).abs() for name in ("std", "variance", "norms", "mask")}
+    content["mean"] = vector(WIDTH)
+    there, _ = there_and_back(pair, saved(tmp_path, content))
+    moved = torch.load(there)
+    element = pair.gauge.element("residual")
+    for name in ("std", "variance", "norms", "mask"):
+        assert torch.equal(moved[name], element.apply(content[name], 0, signed=False)), name
+    assert torch.equal(moved["mean"], element.apply(content["mean"], 0))
+    with pytest.raises(ArtifactError, match="maximum"):
+        port(saved(tmp_path, {"max_activation": vector(WIDTH)}), pair.gauge, tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize("prefix", ["", "probe."])
+def test_a_linear_layer_is_a_probe(pair, tmp_path, prefix):
+    content = {f"{prefix}weight": vector(3, WIDTH), f"{prefix}bias": torch.ones(3)}
+    there, _ = there_and_back(pair, saved(tmp_path, content))
+    moved = torch.load(there)
+    assert torch.equal(moved[f"{prefix}weight"], pair.moved(content[f"{prefix}weight"]))
+    assert torch.equal(moved[f"{prefix}bias"], torch.ones(3))
+
+
+def test_layers_that_the_model_does_not_have_are_refused(pair, tmp_path):
+    content = {"blocks.7.hook_resid_post": vector(WIDTH)}
+    with pytest.raises(ArtifactError, match="2 layers"):
+        port(saved(tmp_path, content), pair.gauge, tmp_path / "moved.pt")
 
 
 def test_a_gauge_of_the_residual_stream_leaves_other_hooks_alone(pair, tmp_path):
@@ -458,7 +485,7 @@ def test_archives_that_unpack_to_too_much_are_refused(pair, tmp_path, monkeypatc
         np.savez_compressed(tmp_path / name, a=np.zeros((1000, WIDTH), np.float32))
     else:
         saved(tmp_path, vector(1000, WIDTH), name)
-    monkeypatch.setattr(formats, "MOST_UNPACKED", (1000, 0))
+    monkeypatch.setattr(archives, "MOST_UNPACKED", (1000, 0))
     refused(pair, tmp_path / name, "unpacks to")
 
 

@@ -266,10 +266,15 @@ def spoiled(checkpoint, tmp_path, change):
     return place
 
 
+def deepspeed(place):
+    place.mkdir(parents=True)
+    (place / "mp_rank_00_model_states.pt").touch()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda place: (place / "global_step1").mkdir(), "DeepSpeed"),
+        (lambda place: deepspeed(place / "global_step1"), "DeepSpeed"),
         (lambda place: (place / "pytorch_model_fsdp_0").mkdir(), "FSDP"),
         (lambda place: (place / "pytorch_model_fsdp.bin").touch(), "FSDP"),
         (lambda place: (place / "optimizer_0").mkdir(), "FSDP"),
@@ -286,7 +291,7 @@ def test_checkpoints_that_cannot_move_are_refused(tmp_path, checkpoint, change, 
 
 
 def test_a_deepspeed_directory_without_weights_is_refused_with_the_reason(tmp_path, checkpoint):
-    (tmp_path / "deep" / "global_step7").mkdir(parents=True)
+    deepspeed(tmp_path / "deep" / "global_step7")
     with pytest.raises(ArtifactError, match="DeepSpeed"):
         port(tmp_path / "deep", checkpoint[1], tmp_path / "moved")
 

@@ -15,7 +15,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ import torch
 from torch import Tensor
 
 from signed_align.adapters.artifact import Artifact, Journey, Part
-from signed_align.adapters.formats import SEPARATOR, TensorFile, TorchFile, read_any_json
-from signed_align.adapters.lists.names import Parity, Role, is_value, parity, role
+from signed_align.adapters.formats import SEPARATOR, TensorFile, TorchFile
+from signed_align.adapters.json_files import read_any_json
+from signed_align.adapters.lists.names import Role, is_value, role
 from signed_align.adapters.lists.reading import (
     LAYER_PLACE,
     Array,
@@ -42,6 +42,7 @@ from signed_align.adapters.lists.text import (
     scan_json,
     scan_table,
 )
+from signed_align.adapters.parity import Parity, parity
 from signed_align.chart import RESIDUAL, numbers_in
 from signed_align.errors import ArtifactError, ChartError
 from signed_align.hooks import find_hook, width_at
@@ -91,17 +92,6 @@ class Itinerary:
             self._spots[where] = self._find(where)
         return self._spots[where]
 
-    @cached_property
-    def layers(self) -> int | None:
-        """How many blocks the model has; None if its config is not known."""
-        journey = self.journey
-        if journey.gauge.source is None or not journey.gauge.source.config:
-            return None
-        for name, module in journey.skeleton.named_modules():
-            if journey.chart.blocks in journey.chart.bare(name):
-                return len(module)
-        return None
-
     def relocated(
         self, spot: Spot, indices: Tensor, values: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -135,19 +125,10 @@ class Itinerary:
             f"{named}{more} (numbers in the target)"
         )
 
-    def flips(self, spot: Spot) -> bool:
-        """Whether any coordinate of a place changes its sign."""
-        return bool((self.journey.element(spot.label, spot.size).sign < 0).any())
-
     def _find(self, where: Where) -> Spot:
         hook = self._hook(where)
         chart = self.journey.chart
-        numbers = numbers_in(hook)
-        if numbers and self.layers is not None and int(numbers[0]) >= self.layers:
-            raise ArtifactError(
-                f"the list speaks of layer {numbers[0]}, the model has {self.layers}, counted "
-                "from 0."
-            )
+        self.journey.require_layer(hook)
         try:
             found = find_hook(chart, hook)
             # the width of the residual stream is known without the model's config
@@ -415,16 +396,13 @@ def _whole_array(array: Array, spot: Spot, itinerary: Itinerary) -> tuple[Column
     if not is_mask and not all(scalar.is_number for scalar in array.scalars):
         raise ArtifactError(f"not all values at {spot.hook!r} are numbers.")
     takes = Parity.EVEN if is_mask else parity(array.word)
-    if itinerary.flips(spot):
-        _require_clear(array.word, takes, _turned(spot, itinerary))
+    flips = itinerary.journey.element(spot.label, spot.size).flips
+    if flips:
+        _require_clear(array.word, takes, flips)
     column = Column.of(array.scalars)
     signed = takes is Parity.ODD
     label = spot.label if signed else spot.label.unsigned
     return column if is_mask else column.as_numbers, (label,)
-
-
-def _turned(spot: Spot, itinerary: Itinerary) -> int:
-    return int((itinerary.journey.element(spot.label, spot.size).sign < 0).sum())
 
 
 def _spelled(name: str, old: Scalar, text: str, suffix: str) -> str:
@@ -537,6 +515,11 @@ def _moved_rows(
         )
     moved = tensor.clone()
     is_mask = tensor.dtype == torch.bool
+    if tensor.shape[1] == 2 and not is_mask and len(tensor) == itinerary.journey.layers:
+        raise ArtifactError(
+            f"the tensor {name!r} has as many rows as the model has layers, and two columns, so "
+            "its rows could be (layer, index) or the two indices of a layer; save a dictionary."
+        )
     if tensor.shape[1] == 2 and not is_mask:
         for layer in tensor[:, 0].unique().tolist():
             spot = itinerary.spot(where.within(layer=layer))
@@ -561,8 +544,8 @@ def _moved_rows(
 
 def _require_rows_of_layers(rows: int | None, itinerary: Itinerary) -> None:
     """Raise ArtifactError if rows stand for layers and are not as many."""
-    if rows is not None and rows != itinerary.layers:
+    if rows is not None and rows != itinerary.journey.layers:
         raise ArtifactError(
             f"there are {rows} rows that do not say their layer, and the model has "
-            f"{itinerary.layers or 'an unknown number of'} layers."
+            f"{itinerary.journey.layers or 'an unknown number of'} layers."
         )

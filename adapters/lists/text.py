@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from signed_align.adapters.formats import Labelling, itself
+from signed_align.adapters.formats import Labelling, TensorFile, itself
 from signed_align.errors import ArtifactError
 from signed_align.gauge import Gauge
 from signed_align.labels import even, transport
@@ -133,7 +133,7 @@ class Column:
 
 
 @dataclass
-class MarkedText:
+class MarkedText(TensorFile):
     """A text file with columns of numbers in it, as named tensors.
 
     Integers are written anew. Other numbers are never formatted: their texts change places, and a
