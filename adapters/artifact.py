@@ -24,7 +24,7 @@ from signed_align.errors import (
     SignedAlignWarning,
 )
 from signed_align.gauge import Gauge, ModelIdentity
-from signed_align.hooks import Hook, block_count, find_hook
+from signed_align.hooks import Hook, block_count, find_hook, width_at
 from signed_align.labels import Axes, Label, axes_text, element_of, kind_of, moves
 from signed_align.signed_permutation import SignedPermutation
 from signed_align.skeleton import skeleton
@@ -103,6 +103,9 @@ class Journey:
         self.require_layer(hook)
         try:
             found = find_hook(self.chart, hook)
+            there = self.width_at(found)
+            if there is not None and there != size:
+                raise ChartError(f"there are {there} coordinates at {hook!r}, not {size}.")
             label = found.label(self.chart, size)
         except ChartError as error:
             raise ArtifactError(str(error)) from error
@@ -116,6 +119,15 @@ class Journey:
                 "with --spaces all."
             )
         return found, label
+
+    def width_at(self, hook: Hook) -> int | None:
+        """How many coordinates a hook has; None if the gauge keeps no config to tell it from.
+
+        Raises ChartError if none of the model's parameters tells.
+        """
+        if hook.template == RESIDUAL:
+            return self.chart.width
+        return None if self.layers is None else width_at(hook, self.chart, self.skeleton)
 
     def require_layer(self, hook: str) -> None:
         """Raise ArtifactError if a hook is of a layer that the model does not have."""

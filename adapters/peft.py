@@ -19,6 +19,7 @@ from signed_align.adapters.peft_methods import (
     METHODS,
     PARAMETER,
     REFUSALS,
+    SEEDED,
     SHARED_REASON,
     Case,
     Entries,
@@ -28,6 +29,7 @@ from signed_align.adapters.peft_methods import (
     Rule,
     Side,
 )
+from signed_align.adapters.peft_table import row_of
 from signed_align.chart import VOCABULARY, Layout, ModuleLabel, Template
 from signed_align.chart import Part as Run
 from signed_align.errors import ArtifactError, ChartError, GaugeError
@@ -46,7 +48,9 @@ WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
 """In the order in which peft looks for them."""
 
 PREFIXES = ("base_model.model.", "base_model.")
+MOST_LAYERS = 1000
 SHADOW_BACKBONE = "base_model.shadow_backbone."
+XLORA_READER = "internal_xlora_classifier.layers.0.weight"
 ADAPTION_MODELS = ("llama", "mistral")
 KEPT_WITH_CARE: Mapping[str, str] = {
     "pissa": "the adapter's init_lora_weights takes a singular part out of the base when it is "
@@ -69,7 +73,11 @@ class PeftFamily:
         """Type, rank, targets and base model."""
         config = read_json(path / CONFIG_NAME)
         keys = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules", "bias")
-        return {"kind": kind_of(config), **{key: config.get(key) for key in keys}}
+        return {
+            "kind": kind_of(config),
+            **{key: config.get(key) for key in keys},
+            "verdict": row_of(str(config.get("peft_type"))).verdict,
+        }
 
     def read(self, path: Path, journey: Journey) -> Artifact:
         """Read and label the adapter; raises ArtifactError, with the reason, if it cannot move."""
@@ -77,6 +85,7 @@ class PeftFamily:
         require_movable(config, journey)
         file = open_weights(path)
         labeller = Labeller(config, journey, file.shapes)
+        labeller.require_shared()
         for name, shape in file.shapes.items():
             labeller(name, tuple(shape))
         instead, remarks = _moved_entries(labeller, file)
@@ -94,8 +103,18 @@ class PeftFamily:
                 )
             ],
             settings={CONFIG_NAME: moved_config(config, journey, labeller)},
-            notes=[KEPT_WITH_CARE[init]] if init in KEPT_WITH_CARE else [],
+            notes=[
+                *([KEPT_WITH_CARE[init]] if init in KEPT_WITH_CARE else []),
+                *_outdated_card(path, config),
+            ],
         )
+
+
+def _outdated_card(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """A note, if the model card names the base, which it goes on to do."""
+    card, base = path / "README.md", config.get("base_model_name_or_path")
+    if base and card.is_file() and str(base) in card.read_text(encoding="utf-8", errors="replace"):
+        yield f"README.md still names {base} as the base model"
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
@@ -217,7 +236,7 @@ class Labeller:
         """The modules with tensors that are moved entry by entry."""
         for path in self.adapted:
             for one in self.method.entries:
-                if self.key_of(path, one.values):
+                if self.key_of(path, one.values) or self.key_of(path, one.indices):
                     yield path, one
 
     def key_of(self, path: str, suffix: str) -> str | None:
@@ -229,6 +248,21 @@ class Labeller:
         module, numbers = self.chart.module(path)
         shape = (self._size(path, "out"), self._size(path, "in"))
         return self.chart.bind(path, (module.output, module.input), shape, numbers), shape
+
+    def require_shared(self) -> None:
+        """Raise ArtifactError if a tensor that all modules share is not in the file."""
+        present = {suffix for _, suffix in self._keys}
+        for suffix in self.method.shared:
+            if suffix not in present:
+                raise ArtifactError(
+                    f"the adapter has no {suffix}, which all its modules share, so it cannot be "
+                    f"moved: {SEEDED}; {self.method.way_out}."
+                )
+        if self.config["peft_type"] == "XLORA" and XLORA_READER not in present:
+            raise ArtifactError(
+                f"the mixture has no {XLORA_READER}, which reads the residual stream: peft leaves "
+                "it out when it saves experts that are called 0, 1, …; save the classifier's state."
+            )
 
     def ties_agree(self) -> bool:
         """Whether copies of equal shape move alike, so that peft may tie them to each other."""
@@ -280,15 +314,35 @@ class Labeller:
                 return self._original(match[1] or ""), suffix
         return "", None
 
+    @cached_property
+    def _layers(self) -> list[int]:
+        """Of each layer of the adapted model: the layer of the base that it is a copy of."""
+        replication = self.config.get("layer_replication") or ()
+        count = self.journey.layers or MOST_LAYERS
+        spans = [tuple(span) for span in replication] if isinstance(replication, list) else [()]
+        for span in spans:
+            numbers = len(span) == 2 and all(type(number) is int for number in span)
+            if not numbers or not 0 <= span[0] < span[1] <= count:
+                raise ArtifactError(
+                    f"the adapter's layer_replication is {replication!r}; expected pairs of layers "
+                    f"of the base, which has {count}."
+                )
+        return [layer for start, stop in spans for layer in range(start, stop)]
+
     def _original(self, path: str) -> str:
-        """The path of a module in the base, where layers were replicated."""
-        replication = self.config.get("layer_replication")
-        if not replication:
+        """The name of a module or weight in the base, where layers were replicated."""
+        if not self.config.get("layer_replication"):
+            self.journey.require_layer(path)
             return path
-        layers = [layer for start, stop in replication for layer in range(start, stop)]
 
         def number(match: re.Match[str]) -> str:
-            return f"{match[1]}{layers[int(match[2])]}"
+            copy = int(match[2])
+            if copy >= len(self._layers):
+                raise ArtifactError(
+                    f"the adapter is on {path!r}, and its layer_replication makes "
+                    f"{len(self._layers)} layers."
+                )
+            return f"{match[1]}{self._layers[copy]}"
 
         return re.sub(rf"((?:^|\.){re.escape(self.chart.blocks)}\.)(\d+)", number, path)
 
@@ -307,8 +361,9 @@ class Labeller:
             return self._shared_axes(key, self.method.shared[suffix], shape)
         if suffix in set(self._entry_names()):
             return (None,) * len(shape)
-        if self.config.get("target_parameters") and self._is_bare(path):
-            return self._parameter_axes(path, suffix, shape)
+        adapted = self._adapted_parameters(path)
+        if adapted:
+            return self._parameter_axes(path, adapted, suffix, shape)
         rule = self._rule(path, suffix, shape)
         for need in rule.needs:
             self._require(path, need)
@@ -321,7 +376,8 @@ class Labeller:
         """Weights of the base that peft saves beside its own: biases, embeddings, whole modules."""
         if not key.startswith(PREFIXES[0]):
             raise ChartError(f"it does not start with {PREFIXES[0]!r}.")
-        return self.chart.axes(key.removeprefix(PREFIXES[0]).replace(".base_layer.", "."), shape)
+        name = key.removeprefix(PREFIXES[0]).replace(".base_layer.", ".")
+        return self.chart.axes(self._original(name), shape)
 
     def _rule(self, path: str, suffix: str, shape: tuple[int, ...]) -> Rule:
         rules = self.method.tensors[suffix]
@@ -443,13 +499,21 @@ class Labeller:
 
     # ---- adapters on bare parameters ---------------------------------------------------------
 
-    def _is_bare(self, path: str) -> bool:
-        """Whether a path is that of a module whose parameters are adapted one by one."""
+    def _adapted_parameters(self, path: str) -> list[str]:
+        """The parameters of a module that are adapted by themselves, in the order it has them."""
+        targets = self.config.get("target_parameters")
+        if not isinstance(targets, list) or not targets or not path:
+            return []
         bare = re.sub(r"(\.base_layer)+$", "", path)
-        module = self.chart.module(bare)[0]
-        return module.input is None and module.output is None
+        return [
+            name
+            for name in self._base_module(bare)._parameters
+            if any(f".{bare}.{name}".endswith(f".{target}") for target in targets)
+        ]
 
-    def _parameter_axes(self, path: str, suffix: str, shape: tuple[int, ...]) -> Axes:
+    def _parameter_axes(
+        self, path: str, names: Sequence[str], suffix: str, shape: tuple[int, ...]
+    ) -> Axes:
         """A factor of the update of a bare parameter; of stacked experts it holds all of them.
 
         peft nests one wrapper a parameter around the module, the first registered innermost. The
@@ -459,12 +523,6 @@ class Labeller:
         """
         bare = re.sub(r"(\.base_layer)+$", "", path)
         module = self._base_module(bare)
-        targets = tuple(self.config["target_parameters"])
-        names = [
-            name
-            for name in module._parameters
-            if any(f".{bare}.{name}".endswith(f".{target}") for target in targets)
-        ]
         depth = path.count(".base_layer")
         if depth >= len(names):
             raise ChartError(f"target_parameters do not say which parameter of {bare!r} it adapts.")
@@ -500,9 +558,10 @@ def _moved_entries(
         indices, values = labeller.key_of(path, one.indices), labeller.key_of(path, one.values)
         if indices is None or values is None:
             raise ArtifactError(
-                f"the adapter on {path!r} has no {one.indices}, so it is not known where its "
-                "values stand."
+                f"the adapter on {path!r} has only one of {one.indices} and {one.values}, so it is "
+                "not known which values stand where."
             )
+        _require_places(file, indices, values, one)
         axes, shape = labeller.weight_axes(path)
         places = file.tensor(indices)
         gauge = labeller.journey.gauge
@@ -518,6 +577,17 @@ def _moved_entries(
             moved[indices], moved[values] = torch.stack(pairs), there
         remarks |= {indices: "entries of (out, in)", values: "values at entries of (out, in)"}
     return moved, remarks
+
+
+def _require_places(file: TensorFile, indices: str, values: str, one: Entries) -> None:
+    """Raise ArtifactError unless there is one place, in whole numbers, for every value."""
+    places, count = file.tensor(indices), file.shapes[values]
+    whole = not places.is_floating_point() or bool((places == places.round()).all())
+    if not whole or len(count) != 1 or tuple(places.shape) != (count if one.flat else (2, *count)):
+        raise ArtifactError(
+            f"the adapter tensor {indices!r} of shape {tuple(places.shape)} does not give one place "
+            f"for each of the values of shape {tuple(count)}."
+        )
 
 
 def _other_expert(labeller: Labeller, file: TensorFile, name: str) -> Tensor | None:

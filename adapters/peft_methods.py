@@ -166,7 +166,6 @@ LOW_RANK = _rules(
         "lora_magnitude_vector": (OUT.even,),
         "lora_magnitude_vector.weight": (OUT.even,),
         "lora_diag": (None,),
-        "token_adapter.trainable_tokens_delta": (None, COLUMN),
     }
 )
 
@@ -186,8 +185,15 @@ PLAIN_INITS = {"true", "false", "gaussian", "orthogonal", "eva", "mica", "pissa"
 unique and moves with the base.
 """
 
+ROWS = "token_adapter.trainable_tokens_delta"
 LORA = Method(
-    tensors=LOW_RANK,
+    tensors={
+        **LOW_RANK,
+        **_rules(
+            {ROWS: Rule((None, COLUMN), needs=_unmoved("it names rows, which change places", OUT))}
+        ),
+    },
+    embedding=_rules({ROWS: (None, COLUMN)}),
     options={
         "init_lora_weights": (
             _changes_base,
@@ -245,7 +251,8 @@ CIRCULANT = "a circulant block ties entries by the difference of their indices"
 SUBSPACES = "each pair of runs of neighbouring coordinates has factors of its own"
 ROTATION = "it rotates fixed pairs of output coordinates"
 SHARED_REASON = (
-    "one frozen projection is shared by modules whose coordinates change in different ways"
+    "one frozen projection is shared by modules, of all layers, whose coordinates change in "
+    "different ways"
 )
 
 METHODS: Mapping[str, Method] = {
@@ -537,7 +544,7 @@ METHODS: Mapping[str, Method] = {
     "PVERA": Method(
         _rules({"pvera_lambda_b": (OUT,), "pvera_lambda_d": (None,)}),
         shared={"pvera_A": Rule((None, IN)), "pvera_B": Rule((OUT.even, None))},
-        options={"save_projection": (lambda saved: saved is False, f"its projection: {SEEDED}")},
+        options={"save_projection": (lambda saved: not saved, f"its projection {SEEDED[3:]}")},
         way_out=MERGE,
     ),
     "P_TUNING": Method(PROMPT),
@@ -547,7 +554,7 @@ METHODS: Mapping[str, Method] = {
             "randlora_A": Rule((None, None, SMALL.even)),
             "randlora_B": Rule((LARGE, None, None)),
         },
-        options={"save_projection": (lambda saved: saved is False, f"its projection: {SEEDED}")},
+        options={"save_projection": (lambda saved: not saved, f"its projection {SEEDED[3:]}")},
         way_out=MERGE,
     ),
     "ROAD": Method(
@@ -584,7 +591,7 @@ METHODS: Mapping[str, Method] = {
         entries=(Entries("supertuning_indices", "supertuning_values", flat=True),),
         options={
             "save_precomputed_indices": (
-                lambda saved: saved is False,
+                lambda saved: not saved,
                 "the places of its values are not saved but ranked anew, and ties rank by order",
             )
         },
@@ -622,14 +629,14 @@ METHODS: Mapping[str, Method] = {
             }
         ),
         options={
-            "save_indices": (lambda saved: not saved, f"which number stands where: {SEEDED}"),
+            "save_indices": (lambda saved: not saved, f"which number stands where {SEEDED[3:]}"),
         },
         way_out=f"save it with save_indices=True, or {CONVERT_EXACT}",
     ),
     "VERA": Method(
         _rules({"vera_lambda_b": (OUT,), "vera_lambda_d": (None,)}),
         shared={"vera_A": Rule((None, IN)), "vera_B": Rule((OUT.even, None))},
-        options={"save_projection": (lambda saved: saved is False, f"its projection: {SEEDED}")},
+        options={"save_projection": (lambda saved: not saved, f"its projection {SEEDED[3:]}")},
         way_out=CONVERT_EXACT,
     ),
     "XLORA": Method(
@@ -640,7 +647,8 @@ METHODS: Mapping[str, Method] = {
                 "internal_xlora_classifier.layers.*.bias": (None,),
             }
         ),
-        remark="the experts are adapters of their own and move with it",
+        remark="the experts are adapters of their own and move with it, if they lie in its directory; "
+        "peft 0.21 leaves out the classifier's first layer when it saves, and such a file is refused",
     ),
 }
 """By PEFT type: how its tensors move."""

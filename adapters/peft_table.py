@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from signed_align.adapters.peft_methods import METHODS, REFUSALS, SHARED_REASON, Entry, Method
+from signed_align.errors import ArtifactError
 from signed_align.labels import Axis
 
 
@@ -29,17 +30,23 @@ class Row:
         return asdict(self)
 
 
-def table() -> list[Row]:
-    """A row for every type of the installed peft.
+def table(types: Iterable[str] | None = None) -> list[Row]:
+    """A row for every type of the installed peft, or for those given.
 
-    One that is in neither table has the verdict ``unknown``: it is refused.
+    One that is in neither table has the verdict ``unknown``: it is refused. Raises ArtifactError
+    for a name that is no type.
     """
     from peft import PeftType
 
-    return [_row(kind.value) for kind in sorted(PeftType, key=lambda kind: kind.value)]
+    known = sorted(kind.value for kind in PeftType)
+    unknown = sorted(set(types or ()) - set(known))
+    if unknown:
+        raise ArtifactError(f"{unknown[0]!r} is no PEFT type; known are {', '.join(known)}.")
+    return [row_of(name) for name in known if not types or name in types]
 
 
-def _row(peft_type: str) -> Row:
+def row_of(peft_type: str) -> Row:
+    """What becomes of one type."""
     if peft_type in REFUSALS:
         refusal = REFUSALS[peft_type]
         return Row(peft_type, "refused", (), (refusal.reason,), refusal.way_out, "")
@@ -73,7 +80,7 @@ def _conditions(method: Method) -> Iterator[str]:
 
 def _options(method: Method) -> Iterator[str]:
     for option, (_, reason) in method.options.items():
-        yield f"not with every `{option}`: {reason}"
+        yield f"not with every value of `{option}`: {reason}"
 
 
 def _tensors(method: Method) -> Iterator[str]:

@@ -35,6 +35,14 @@ RESIDUAL_HOOKS = re.compile(
 OTHER_RESIDUAL_HOOKS = {"hook_embed", "ln_final.hook_normalized"}
 MLP_HOOKS = {"mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post"}
 HEAD_HOOKS = {"attn.hook_z"}
+QUERY_KEY_VALUE_HOOKS: Mapping[str, tuple[str, ...]] = {
+    "attn.hook_q": ("kv", "query", "key"),
+    "attn.hook_rot_q": ("kv", "query", "key"),
+    "attn.hook_k": ("kv", "key"),
+    "attn.hook_rot_k": ("kv", "key"),
+    "attn.hook_v": ("kv", "value"),
+}
+"""What queries, keys and values run over, head by head."""
 # Why some hooks have no coordinates of their own, or none that a gauge knows.
 WITHOUT_COORDINATES = {
     "hook_scale": "a norm's scale is one number a token and has no coordinates",
@@ -210,7 +218,7 @@ def _lens_hook(chart: Chart, name: str, number: str, hook: str) -> Hook:
         if hook in ("hook_attn_out", "hook_mlp_out"):
             module = _part_of_block(chart, number, hook)
         return Hook(name, RESIDUAL, module=module, reads=reads)
-    if hook not in MLP_HOOKS | HEAD_HOOKS:
+    if hook not in MLP_HOOKS | HEAD_HOOKS | set(QUERY_KEY_VALUE_HOOKS):
         raise ChartError(
             f"it is not known which coordinates {name!r} has; name the module whose output is "
             "meant, as Hugging Face does."
@@ -231,6 +239,9 @@ def _lens_hook(chart: Chart, name: str, number: str, hook: str) -> Hook:
         )
     ((path, template),) = written
     module = path.replace("*", number, 1)
+    if hook in QUERY_KEY_VALUE_HOOKS:
+        site = Layout(template.site, (Part(QUERY_KEY_VALUE_HOOKS[hook]),))
+        return Hook(name, site, (number,))
     if hook == "mlp.hook_pre":
         # the gate, where there is one, does not feel the sign of a unit
         return Hook(name, template.unsigned, (number,))

@@ -130,15 +130,14 @@ class Itinerary:
         chart = self.journey.chart
         self.journey.require_layer(hook)
         try:
-            found = find_hook(chart, hook)
-            # the width of the residual stream is known without the model's config
-            size = (
-                chart.width
-                if found.template == RESIDUAL
-                else width_at(found, chart, self.journey.skeleton)
-            )
+            size = self.journey.width_at(find_hook(chart, hook))
         except ChartError as error:
             raise ArtifactError(str(error)) from error
+        if size is None:
+            raise ArtifactError(
+                f"the gauge does not keep the config of its source, so it is not known how many "
+                f"coordinates there are at {hook!r}; make the gauge again with this release."
+            )
         return Spot(hook, self.journey.place(hook, size)[1], size)
 
     def _hook(self, where: Where) -> str:

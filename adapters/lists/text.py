@@ -188,9 +188,13 @@ class MarkedText(TensorFile):
 
     def _texts(self, column: Column, order: Tensor, new: Tensor) -> list[str]:
         """The texts of a column's new values; ``order`` says which old one each is made of."""
-        if column.tensor.dtype == torch.int64:
-            return [str(value) for value in new.tolist()]
         old = [self.text[scalar.start : scalar.end] for scalar in column.scalars]
+        if column.tensor.dtype == torch.int64:
+            # what stands around the digits stays
+            return [
+                text.replace(text.strip(), str(value), 1)
+                for text, value in zip(old, new.tolist(), strict=True)
+            ]
         texts = [old[origin] for origin in order.tolist()]
         if column.tensor.dtype == torch.bool:
             return texts
