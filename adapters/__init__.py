@@ -23,7 +23,17 @@ from signed_align.errors import ArtifactError
 from signed_align.files import atomic_path
 from signed_align.gauge import Gauge
 
-__all__ = ["FAMILIES", "Artifact", "Family", "Journey", "Part", "port", "read_all", "recognise"]
+__all__ = [
+    "FAMILIES",
+    "Artifact",
+    "Family",
+    "Journey",
+    "Part",
+    "is_readable",
+    "port",
+    "read_all",
+    "recognise",
+]
 
 FAMILIES: tuple[Family, ...] = (
     TrainingFamily(),
@@ -60,6 +70,8 @@ def read_all(path: Path, journey: Journey) -> Iterator[Artifact]:
     if not path.is_dir():
         return
     for child in sorted(path.iterdir()):
+        if child.name.startswith("."):
+            continue
         if child.is_dir() and child.is_symlink():
             raise ArtifactError(f"{child} is a link to a directory, which is not followed.")
         if child.is_dir():
@@ -110,10 +122,10 @@ def port(
     Returns
     -------
     dict
-        ``kind`` (what was recognised), ``out``, ``tensors`` (how many were moved), ``made_on``,
-        ``source_verified``, ``notes``, ``labels`` (how each tensor was labelled), ``left_out``
-        (weight files that do not belong to the artifact), ``artifacts`` (the same of each, where
-        there are several).
+        ``name`` (of the file or directory), ``kind`` (what was recognised), ``out``, ``tensors``
+        (how many), ``made_on``, ``source_verified``, ``notes``, ``labels`` (how each tensor was
+        labelled), ``left_out`` (weight files that do not belong to the artifact), ``artifacts``
+        (the same of each, where there are several).
 
     Raises
     ------
@@ -138,7 +150,8 @@ def port(
             place = temporary / one.path.relative_to(path) if path.is_dir() else temporary
             if one.path.is_dir():
                 place.mkdir(parents=True, exist_ok=True)
-            reports.append(move(one, journey, place, any_source=any_source))
+            name = str(one.path.relative_to(path)) if len(found) > 1 else one.path.name
+            reports.append({"name": name, **move(one, journey, place, any_source=any_source)})
         if path.is_dir():
             left_out = leftovers(path, found, temporary)
     summary = reports[0] if len(reports) == 1 else _summary(reports)
@@ -149,11 +162,12 @@ def _summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One report of several artifacts."""
     kinds = list(dict.fromkeys(report["kind"] for report in reports))
     return {
+        "name": ".",
         "kind": f"directory of {len(reports)} artifacts ({', '.join(kinds)})",
         "tensors": sum(report["tensors"] for report in reports),
         "made_on": ", ".join(dict.fromkeys(filter(None, (r["made_on"] for r in reports)))) or None,
         "source_verified": all(report["source_verified"] for report in reports),
-        "notes": list(dict.fromkeys(note for report in reports for note in report["notes"])),
+        "notes": [f"{r['name']}: {note}" for r in reports for note in r["notes"]],
         "labels": [row for report in reports for row in report["labels"]],
         "artifacts": reports,
     }

@@ -339,7 +339,13 @@ def _is_gauge_source(artifact: Artifact, gauge: Gauge) -> bool:
     """
     assert gauge.source is not None
     if artifact.identity is not None:
-        gauge.require_source(artifact.identity)
+        try:
+            gauge.require_source(artifact.identity)
+        except GaugeError as error:
+            raise GaugeError(
+                f"{str(error).rstrip('.')}; pass --any-source if it was trained from the gauge's "
+                "source and shares its coordinates."
+            ) from error
         return True
     made_on = artifact.made_on
     if not made_on:

@@ -411,11 +411,15 @@ def _rebuilt(value: Any, path: tuple[Any, ...], tensors: Mapping[str, Any]) -> A
             return torch.nn.Parameter(moved, value.requires_grad)
         return moved.requires_grad_(value.requires_grad)
     if isinstance(value, dict):
-        items = ((key, _rebuilt(item, (*path, key), tensors)) for key, item in value.items())
+        items = {key: _rebuilt(item, (*path, key), tensors) for key, item in value.items()}
+        if all(items[key] is value[key] for key in value):
+            return value
         copy = value.copy()
         copy.update(items)
         return copy
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+    if isinstance(value, (list, tuple)):
         parts = [_rebuilt(item, (*path, key), tensors) for key, item in enumerate(value)]
+        if all(part is item for part, item in zip(parts, value, strict=True)):
+            return value  # one object in several places stays one
         return parts if isinstance(value, list) else tuple(parts)
     return value

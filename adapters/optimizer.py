@@ -465,6 +465,9 @@ def _require_plain(group: Any, path: Path) -> None:
     """Raise unless a group holds numbers of parameters, and settings."""
     if not isinstance(group, dict) or not isinstance(group.get("params"), list):
         raise ArtifactError(f"a group of {path} does not list its parameters.")
+    decay = group.get("weight_decay")
+    if decay is not None and not isinstance(decay, (int, float, Tensor)):
+        raise ArtifactError(f"a group of {path} has the weight decay {decay!r}, not a number.")
     for name, value in group.items():
         if isinstance(value, dict) or (isinstance(value, Tensor) and value.numel() != 1):
             raise ArtifactError(

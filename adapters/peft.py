@@ -319,9 +319,10 @@ class Labeller:
         """Of each layer of the adapted model: the layer of the base that it is a copy of."""
         replication = self.config.get("layer_replication") or ()
         count = self.journey.layers or MOST_LAYERS
-        spans = [tuple(span) for span in replication] if isinstance(replication, list) else [()]
+        spans = replication if isinstance(replication, (list, tuple)) else [replication]
         for span in spans:
-            numbers = len(span) == 2 and all(type(number) is int for number in span)
+            pair = isinstance(span, (list, tuple)) and len(span) == 2
+            numbers = pair and all(type(number) is int for number in span)
             if not numbers or not 0 <= span[0] < span[1] <= count:
                 raise ArtifactError(
                     f"the adapter's layer_replication is {replication!r}; expected pairs of layers "
@@ -585,8 +586,8 @@ def _require_places(file: TensorFile, indices: str, values: str, one: Entries) -
     whole = not places.is_floating_point() or bool((places == places.round()).all())
     if not whole or len(count) != 1 or tuple(places.shape) != (count if one.flat else (2, *count)):
         raise ArtifactError(
-            f"the adapter tensor {indices!r} of shape {tuple(places.shape)} does not give one place "
-            f"for each of the values of shape {tuple(count)}."
+            f"the adapter tensor {indices!r} of shape {tuple(places.shape)} does not give one "
+            f"place for each of the values of shape {tuple(count)}."
         )
 
 

@@ -647,8 +647,9 @@ METHODS: Mapping[str, Method] = {
                 "internal_xlora_classifier.layers.*.bias": (None,),
             }
         ),
-        remark="the experts are adapters of their own and move with it, if they lie in its directory; "
-        "peft 0.21 leaves out the classifier's first layer when it saves, and such a file is refused",
+        remark="the experts are adapters of their own and move with it, if they lie in its "
+        "directory; peft 0.21 leaves out the classifier's first layer when it saves, and such a "
+        "file is refused",
     ),
 }
 """By PEFT type: how its tensors move."""

@@ -54,7 +54,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Sides]] = {
     "batchtopk": {**DICTIONARY, **BATCH_THRESHOLD},
     "matryoshka_batchtopk": {**DICTIONARY, **BATCH_THRESHOLD},
     "matching_pursuit": DICTIONARY,
-    "temporal": DICTIONARY,
+    "temporal": {**DICTIONARY},
     "transcoder": DICTIONARY,
     "skip_transcoder": {**DICTIONARY, **SKIP},
     "jumprelu_transcoder": {**DICTIONARY, **THRESHOLD},
@@ -113,7 +113,7 @@ class SaeFamily:
         details = self.inspect(path)
         sides = _sides(config, details, journey)
         whitened = details["normalize_activations"] == "covariance_whitening"
-        table = dict(ARCHITECTURES[str(details["architecture"])])
+        table = ARCHITECTURES[str(details["architecture"])]
         if whitened and not (path / WHITENING_NAME).is_file():
             raise ArtifactError(
                 f"the SAE reads whitened activations, and {WHITENING_NAME} is not beside it; fold "
@@ -149,7 +149,7 @@ def _label(
 ) -> Axes:
     """The axis labels of one tensor of a saved dictionary."""
     axes = table.get(name, OLD_SCALING.get(name))
-    if name.startswith(TEMPORAL_ATTENTION):
+    if table is ARCHITECTURES["temporal"] and name.startswith(TEMPORAL_ATTENTION):
         return (None,) * len(shape)
     if axes is None:
         raise ArtifactError(
@@ -240,7 +240,10 @@ def _moved_config(config: dict[str, Any], journey: Journey) -> dict[str, Any]:
     metadata = dict(config if top else config["metadata"])
     metadata["model_name"] = target.name
     step = {"from": source.summary(), "to": target.summary()}
-    steps = list(metadata.pop("signed_align_moves", []))
+    steps = metadata.pop("signed_align_moves", [])
+    if not isinstance(steps, list):
+        raise ArtifactError(f"the SAE's signed_align_moves is {steps!r}, not a list of moves.")
+    steps = list(steps)
     if steps and steps[-1] == {"from": step["to"], "to": step["from"]}:
         steps.pop()
     else:

@@ -29,6 +29,7 @@ from signed_align.adapters.formats import (
     open_tensors,
     rename_model,
 )
+from signed_align.adapters.lists.names import Role, role
 from signed_align.adapters.parity import Parity, parity
 from signed_align.chart import RESIDUAL, Chart
 from signed_align.checkpoint import Checkpoint, is_weight_file
@@ -285,7 +286,8 @@ def _labels(file: TensorFile, journey: Journey) -> tuple[dict[str, Axes], list[s
     if journey.hook is not None:
         _require_one_place(file, journey, labels, unnamed)
     if isinstance(file, TorchFile):
-        _require_no_listed_vectors(file, {shape[-1] for shape in file.shapes.values() if shape})
+        sizes = {shape[-1] for shape in file.shapes.values() if shape}
+        _require_no_plain_numbers(file.content, sizes, file.path)
     return labels, list(dict.fromkeys(notes))
 
 
@@ -309,7 +311,23 @@ def _hook_of(file: TensorFile, name: str, chart: Chart) -> str | None:
     content = file.content if isinstance(file, TorchFile) else None
     if isinstance(content, dict) and "layer_type" in content and keys[-1].isdigit():
         return _module_of_type(chart, str(content["layer_type"]), keys[-1])
-    return None
+    return _stated_hook(file, keys)
+
+
+def _stated_hook(file: TensorFile, keys: Sequence[str]) -> str | None:
+    """The hook that stands beside a tensor, or in the metadata of its file."""
+    stated = None
+    around: list[Any] = [file.metadata] if isinstance(file, SafetensorsFile) else []
+    if isinstance(file, TorchFile):
+        value = file.content
+        for key in keys:
+            around.append(value)
+            value = value.get(key) if isinstance(value, dict) else None
+    for beside in around:
+        for name, value in beside.items() if isinstance(beside, dict) else ():
+            if role(str(name)) is Role.HOOK and isinstance(value, str):
+                stated = value
+    return stated
 
 
 def _module_of_type(chart: Chart, layer_type: str, layer: str) -> str:
@@ -340,24 +358,27 @@ def _require_one_place(
         )
 
 
-def _require_no_listed_vectors(file: TorchFile, sizes: set[int]) -> None:
-    """Refuse plain lists of numbers that are as long as the vectors: they would not be moved."""
-    for value in _lists(file.content):
-        if len(value) in sizes and all(isinstance(number, (int, float)) for number in value):
-            raise ArtifactError(
-                f"{file.path} holds a plain list of {len(value)} numbers, as many as there are "
-                "coordinates; save it as a tensor, or take it out."
-            )
-
-
-def _lists(value: Any) -> Iterator[Sequence[Any]]:
+def _require_no_plain_numbers(value: Any, sizes: set[int], path: Path, key: str = "") -> None:
+    """Refuse numbers outside of tensors that could be along the coordinates: they would stay."""
     if isinstance(value, dict):
-        for item in value.values():
-            yield from _lists(item)
+        numbers = [v for v in value.values() if isinstance(v, (int, float))]
+        listed = len(numbers) == len(value) and len(value) in sizes
+        for name, item in value.items():
+            _require_no_plain_numbers(item, sizes, path, str(name))
     elif isinstance(value, (list, tuple)):
-        yield value
+        whole = bool(value) and all(type(item) is int for item in value)
+        numbers = [item for item in value if isinstance(item, (int, float))]
+        listed = len(numbers) == len(value) and len(value) in sizes
+        listed |= whole and role(key) in (Role.INDEX, Role.VALUE)
         for item in value:
-            yield from _lists(item)
+            _require_no_plain_numbers(item, sizes, path, key)
+    else:
+        return
+    if listed:
+        raise ArtifactError(
+            f"{path} holds plain numbers under {key!r}, which could be coordinates or values of "
+            "them and would not move; save them as a tensor, or take them out."
+        )
 
 
 # ---- how much they steer ------------------------------------------------------------------------
@@ -419,8 +440,8 @@ def _placed(
     if named is not None or tensor.ndim != 2 or len(rows) != blocks:
         raise ArtifactError(
             f"the tensor {name!r} of {file.path} has the shape {tuple(tensor.shape)}, so it is not "
-            f"known where it is added; expected one vector and a hook, or a row for each of the "
-            f"{blocks} blocks."
+            f"known where it is added; expected one vector and a hook (--hook), or a row for each "
+            f"of the {blocks} blocks."
         )
     for number, row in enumerate(rows):
         yield BLOCK_OUTPUT.format(number), row

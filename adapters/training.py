@@ -155,6 +155,13 @@ def _read_adapter(
     settings = {**journey.gauge.source.config, **read_json(path / ADAPTER_CONFIG_NAME)}
     if optimizer is None:
         return artifact, settings
+    moved = artifact.settings[ADAPTER_CONFIG_NAME]
+    if moved.get("target_modules") != read_json(path / ADAPTER_CONFIG_NAME).get("target_modules"):
+        raise ArtifactError(
+            "the adapter's layers share factors that move differently and are untied, which its "
+            "optimizer state cannot follow; remove the optimizer state and continue with a fresh "
+            "one."
+        )
     model, keys = _adapted(path, journey)
     (adapter,) = artifact.parts
 

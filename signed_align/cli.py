@@ -381,8 +381,10 @@ def port_command(
     directory of several of these.
     """
     from signed_align.adapters import port
+    from signed_align.files import require_free
     from signed_align.gauge import Gauge
 
+    require_free(out, directory=artifact.is_dir(), force=force, inputs=[gauge, artifact])
     result = port(
         artifact,
         Gauge.load(gauge),
@@ -393,17 +395,28 @@ def port_command(
         allow_pickle=allow_pickle,
         force=force,
     )
-    checked = "checked by fingerprint" if result["source_verified"] else "not proved"
     return Report(
         result,
         [
-            f"Recognised: {result['kind']}; moved {result['tensors']} tensors to {out}.",
-            f"  made on {result['made_on'] or 'an unnamed model'} ({checked})",
+            f"Recognised: {result['kind']}; moved "
+            f"{_counted(result['tensors'], 'tensor')} to {out}.",
+            *(line for one in result.get("artifacts", [result]) for line in _made_on(one, result)),
             *(f"  {note}" for note in result["notes"]),
             *_left_out(result),
             *(_explained(result["labels"]) if explain else []),
         ],
     )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _made_on(one: dict[str, Any], whole: dict[str, Any]) -> list[str]:
+    """Which model an artifact was made on; with its name, where it is one of several."""
+    checked = "checked by fingerprint" if one["source_verified"] else "not proved"
+    what = "" if one is whole else f"{one['name']} ({one['kind']}) "
+    return [f"  {what}made on {one['made_on'] or 'a model it does not name'} ({checked})"]
 
 
 def _explained(labels: list[dict[str, Any]]) -> list[str]:
@@ -617,16 +630,17 @@ def steer_command(
 @click.option("--peft", is_flag=True, help="Say which PEFT types move, and which do not and why.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a page of documentation.")
 def support_command(types: tuple[str, ...], peft: bool, as_markdown: bool) -> Report:
-    """Prove the charts of transformers' causal language models, or of the model TYPES given."""
-    from signed_align.support import markdown, model_types, table
+    """Prove the charts of transformers' causal language models, or of the model TYPES given.
 
-    if types and peft:
-        raise SignedAlignError("--peft is about adapters; name no model types with it.")
-    if peft:
-        return _peft_support(as_markdown)
+    With --peft, say which types of PEFT adapters move.
+    """
+    from signed_align.support import markdown, model_types, table
 
     if types and as_markdown:
         raise SignedAlignError("--markdown writes the page of all types; name none.")
+    if peft:
+        return _peft_support(types, as_markdown)
+
     unknown = sorted(set(types) - set(model_types()))
     if unknown:
         raise SignedAlignError(
@@ -649,10 +663,10 @@ def support_command(types: tuple[str, ...], peft: bool, as_markdown: bool) -> Re
     )
 
 
-def _peft_support(as_markdown: bool) -> Report:
+def _peft_support(types: tuple[str, ...], as_markdown: bool) -> Report:
     from signed_align.adapters.peft_table import markdown, table
 
-    rows = table()
+    rows = table([name.upper() for name in types])
     width = max(len(row.peft_type) for row in rows)
     lines = [
         f"{row.peft_type:{width}}  {row.verdict:9} {'; '.join(row.conditions)}".rstrip()

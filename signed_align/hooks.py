@@ -8,7 +8,7 @@ meant (``model.layers.3``).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from signed_align.chart import (
     Chart,
     Layout,
     ModuleLabel,
+    Part,
     Template,
     numbers_in,
 )

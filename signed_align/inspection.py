@@ -27,15 +27,35 @@ def inspect(thing: str) -> tuple[dict[str, Any], list[str]]:
         kind = details.pop("kind")
         return {"kind": kind, **details}, [
             kind,
-            *(f"  {key:24}{value}" for key, value in details.items()),
+            *(f"  {key:24}{value}" for key, value in details.items() if value is not None),
         ]
     if path.is_file():
         gauge = Gauge.load(path)
         summary, kinds = gauge.summary(), by_kind(gauge)
         return {"kind": "gauge", "kinds": kinds, **summary}, _gauge_lines(summary, kinds)
+    found = _inside(path) if path.is_dir() and not (path / "config.json").is_file() else {}
+    if found:
+        kind = f"directory of {len(found)} artifacts"
+        return {"kind": kind, "artifacts": found}, [
+            kind,
+            *(f"  {name:24}{what}" for name, what in found.items()),
+        ]
     if path.is_dir() and not (path / "config.json").is_file():
         raise SignedAlignError(f"{path} is not a model, a gauge or an artifact.")
     return _model(Checkpoint.open(thing))
+
+
+def _inside(path: Path) -> dict[str, str]:
+    """The kinds of the artifacts in a directory that is none itself, by relative path."""
+    from signed_align.adapters import is_readable, recognise
+
+    found: dict[str, str] = {}
+    for child in sorted(path.rglob("*")):
+        inside = any(str(child).startswith(f"{path / other}/") for other in found)
+        family = recognise(child) if not inside and is_readable(child) else None
+        if family is not None:
+            found[str(child.relative_to(path))] = family.kind
+    return found
 
 
 def _model(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:

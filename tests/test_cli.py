@@ -271,7 +271,9 @@ def test_bad_input_is_one_sentence_exit_code_2_and_no_output(work, tmp_path):
     )
     fails("port", work / "source", "--gauge", gauge, "-o", out, match="signed-align apply")
     fails("merge", tmp_path / "none.yml", out, match="cannot be read")
-    fails("inspect", tmp_path, match="not a model")
+    (tmp_path / "empty").mkdir()
+    fails("inspect", tmp_path / "empty", match="not a model")
+    (tmp_path / "empty").rmdir()
     fails("barrier", work / "source", nan, "--text", tmp_path / "none", match="cannot be read")
     assert sorted(tmp_path.iterdir()) == before
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from signed_align import port, scramble
 from signed_align.adapters.peft_methods import METHODS, REFUSALS
 from signed_align.adapters.peft_table import markdown, table
-from signed_align.errors import ArtifactError
+from signed_align.errors import ArtifactError, SignedAlignError
 from tests import tiny
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -57,6 +57,21 @@ MOVING = {
     "dora, fused": ("LORA", {"target_modules": "all-linear", "use_dora": True}, "phi3"),
     "lora, conv1d": ("LORA", {"target_modules": ["c_attn", "c_proj", "c_fc", "wte"]}, "gpt2"),
     "dora, conv1d": ("LORA", {"target_modules": ["c_attn", "c_fc"], "use_dora": True}, "gpt2"),
+    "lora, replicated, with biases": (
+        "LORA",
+        {
+            "target_modules": LINEAR,
+            "layer_replication": [[1, 2], [0, 2]],
+            "bias": "all",
+            "modules_to_save": ["input_layernorm"],
+        },
+        "llama with biases",
+    ),
+    "lora, one parameter stored transposed": (
+        "LORA",
+        {"target_modules": [], "target_parameters": ["attn.c_proj.weight", "c_fc.weight"]},
+        "gpt2",
+    ),
     "lora, activated": (
         "LORA",
         {"target_modules": ATTENTION, "alora_invocation_tokens": [int(tiny.tokens()[0, 3])]},
@@ -257,6 +272,11 @@ REFUSED = {
     "vera": ("VERA", {"target_modules": ["q_proj", "v_proj"], "r": 4}, "shared"),
     "randlora": ("RANDLORA", {"target_modules": ["q_proj", "o_proj"], "r": 4}, "shared"),
     "waveft": ("WAVEFT", {"target_modules": ["q_proj"], "n_frequency": 50}, "wavelet"),
+    "lora, rows": (
+        "LORA",
+        {"target_modules": ["v_proj"], "trainable_token_indices": {"q_proj": [1, 2]}},
+        "change places",
+    ),
     "olora": ("LORA", {"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "OLoRA"),
 }
 
@@ -537,6 +557,95 @@ def test_adapters_on_experts_that_are_stored_one_by_one_change_places(pairs, tmp
     save_file({k: v for k, v in state.items() if "experts.2.up" not in k}, file)
     with pytest.raises(ArtifactError, match="all experts"):
         port(tmp_path / "adapter", gauge, tmp_path / "again")
+
+
+@pytest.mark.parametrize("saved", [None, 0, False])
+def test_projections_that_are_not_in_the_file_are_refused(pairs, tmp_path, saved):
+    source, _, gauge = pairs("llama", ("residual",))
+    settings = {"target_modules": ["q_proj"], "r": 4, "save_projection": False}
+    make("VERA", settings, source, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for change in ({"save_projection": saved}, {}):
+        del config["save_projection"]
+        file.write_text(json.dumps(config | change))
+        with pytest.raises(ArtifactError, match="not saved"):
+            port(tmp_path / "adapter", gauge, tmp_path / "ported")
+        config["save_projection"] = saved
+
+
+@pytest.mark.parametrize(
+    "replication", [[[0, 1, 2]], "0-2", 5, [[0, "2"]], [0, 2], {"a": 1}, [[0, 10**7]], [[0, 1]]]
+)
+def test_layer_replication_that_makes_no_sense_is_refused(pairs, tmp_path, replication):
+    source, _, gauge = pairs("llama")
+    make("LORA", {"target_modules": ["q_proj"]}, source, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"layer_replication": replication}))
+    with pytest.raises(ArtifactError, match="layer_replication"):
+        port(tmp_path / "adapter", gauge, tmp_path / "ported")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("shira_indices", lambda indices: indices[:, :-1]),
+        ("shira_indices", lambda indices: indices.float() + 0.5),
+        ("shira_indices", lambda indices: indices + 1000),
+        ("shira_indices", None),
+        ("shira_weight", None),
+    ],
+)
+def test_places_and_values_must_go_together(pairs, tmp_path, name, change):
+    source, _, gauge = pairs("llama")
+    make("SHIRA", {"target_modules": ["q_proj"], "r": 2}, source, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    state = load_file(file)
+    key = next(key for key in state if key.endswith(name))
+    whole = state.pop(key)
+    if change is not None:
+        state[key] = change(whole).contiguous()
+    save_file(state, file)
+    with pytest.raises(SignedAlignError):
+        port(tmp_path / "adapter", gauge, tmp_path / "ported")
+    assert not (tmp_path / "ported").exists()
+
+
+def test_experts_of_different_ranks_do_not_change_places(pairs, tmp_path):
+    source, _, gauge = pairs("qwen3_moe")
+    make("LORA", {"target_modules": ["q_proj"]}, source, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    path = "base_model.model.model.layers.{}.mlp.experts.{}.up_proj.lora_{}.weight"
+    state = {}
+    for layer in range(2):
+        for expert in range(4):
+            rank = 4 if expert == 1 else 2
+            state[path.format(layer, expert, "A")] = torch.ones(rank, 48)
+            state[path.format(layer, expert, "B")] = torch.ones(20, rank)
+    save_file(state, file)
+    with pytest.raises(ArtifactError, match="same shape"):
+        port(tmp_path / "adapter", gauge, tmp_path / "ported")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config["rank_pattern"] = {"experts.1.up_proj": 4}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ArtifactError, match="rank_pattern"):
+        port(tmp_path / "adapter", gauge, tmp_path / "ported")
+
+
+def test_what_lies_beside_an_adapter_moves_too(pairs, tmp_path):
+    source, _, gauge = pairs("llama")
+    make("LORA", {"target_modules": ["q_proj"]}, source, tmp_path / "adapter")
+    vector = torch.randn(tiny.WIDTH)
+    torch.save(vector, tmp_path / "adapter" / "vector.pt")
+    (tmp_path / "adapter" / "training_args.bin").write_bytes(b"settings")
+    (tmp_path / "adapter" / "link.txt").symlink_to(tmp_path / "adapter" / "README.md")
+    port(tmp_path / "adapter", gauge, tmp_path / "ported")
+    moved = torch.load(tmp_path / "ported" / "vector.pt")
+    assert torch.equal(moved, gauge.element("residual").apply(vector, 0))
+    (tmp_path / "adapter" / "again").symlink_to(tmp_path / "adapter")
+    with pytest.raises(ArtifactError, match="link to a directory"):
+        port(tmp_path / "adapter", gauge, tmp_path / "second")
 
 
 def test_several_adapters_in_one_directory_move_together(pairs, tmp_path):

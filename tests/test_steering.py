@@ -312,7 +312,7 @@ def test_a_hook_given_by_the_user_labels_what_names_none(pair, tmp_path):
     element = pair.gauge.element("mlp:layers.1.mlp")
     assert torch.equal(moved["probe"], element.apply(vector(UNITS), 0))
     assert report["notes"] == []
-    refused(pair, path, "shape", hook="blocks.1.attn.hook_z")
+    refused(pair, path, "64 coordinates at", hook="blocks.1.attn.hook_z")
 
 
 def test_several_layers_at_a_hook_of_one_layer_are_refused(pair, tmp_path):
@@ -345,13 +345,13 @@ def test_the_layer_types_of_the_package_steering_vectors(pair, tmp_path, layer_t
     ("content", "match"),
     [
         ({"layer_activations": {1: vector(WIDTH)}, "layer_type": "nothing"}, "layer_type"),
-        ({"blocks.0.attn.hook_q": vector(WIDTH)}, "hook_q"),
+        ({"blocks.0.attn.hook_other": vector(WIDTH)}, "hook_other"),
         ({"blocks.0.hook_pattern": vector(WIDTH)}, "positions"),
         ({"model.layers.0.mlp.act_fn": vector(UNITS)}, "act_fn"),
         ({"lm_head.out": vector(WIDTH), "model.layers.7.x": vector(WIDTH)}, "model.layers.7.x"),
-        ({"blocks.0.mlp.hook_post": vector(WIDTH)}, "48 coordinates"),
+        ({"blocks.0.mlp.hook_post": vector(WIDTH)}, "80 coordinates at"),
         ({"a": vector(WIDTH), "top": torch.arange(5)}, "indices"),
-        ({"a": vector(WIDTH), "b": [0.5] * WIDTH}, "plain list of 48"),
+        ({"a": vector(WIDTH), "b": [0.5] * WIDTH}, "plain numbers"),
         ({"a": vector(WIDTH), "b": vector(WIDTH - 1)}, "--hook"),
         ({"state": {0: {"exp_avg": vector(WIDTH)}}, "param_groups": []}, "groups|not an"),
         ({"model.layers.0.self_attn.o_proj.weight": vector(WIDTH, WIDTH)}, "not an artifact"),
@@ -380,6 +380,26 @@ def test_even_quantities_keep_their_signs(pair, tmp_path):
     assert torch.equal(moved["mean"], element.apply(content["mean"], 0))
     with pytest.raises(ArtifactError, match="maximum"):
         port(saved(tmp_path, {"max_activation": vector(WIDTH)}), pair.gauge, tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize("key", ["hook", "hook_name"])
+def test_a_hook_that_the_file_states_counts(pair, tmp_path, key):
+    vectors = {"vector": vector(UNITS)}
+    path = saved(tmp_path, {key: "blocks.1.mlp.hook_post", **vectors})
+    report = there_and_back(pair, path)[1]
+    assert report["labels"][0]["spaces"] == ["mlp:layers.1.mlp"]
+    file = tmp_path / "vectors.safetensors"
+    save_file(vectors, file, metadata={key: "blocks.1.mlp.hook_post"})
+    there_and_back(pair, file)
+    refused(pair, saved(tmp_path, {key: "nowhere", **vectors}), "nowhere")
+
+
+@pytest.mark.parametrize(
+    "beside", [{"top": [1, 2, 3]}, {"scores": dict.fromkeys(range(WIDTH), 0.5)}]
+)
+def test_plain_numbers_that_could_be_along_the_coordinates_are_refused(pair, tmp_path, beside):
+    refused(pair, saved(tmp_path, {"vector": vector(WIDTH), **beside}), next(iter(beside)))
+    there_and_back(pair, saved(tmp_path, {"vector": vector(WIDTH), "layers": [0, 1], "seed": 3}))
 
 
 @pytest.mark.parametrize("prefix", ["", "probe."])

@@ -43,9 +43,9 @@ from signed_align.adapters.lists.text import (
     scan_table,
 )
 from signed_align.adapters.parity import Parity, parity
-from signed_align.chart import RESIDUAL, numbers_in
+from signed_align.chart import numbers_in
 from signed_align.errors import ArtifactError, ChartError
-from signed_align.hooks import find_hook, width_at
+from signed_align.hooks import find_hook
 from signed_align.labels import Axes, Label, transport, transport_entries
 
 MAX_BYTES = 64 * 2**20
@@ -188,7 +188,7 @@ class ListFamily:
                 _tensors(TorchFile(path))
             else:
                 _content(path)
-        except NotAListError:
+        except (NotAListError, RecursionError, OverflowError):
             return False
         except ArtifactError:
             # a list with a fault in it is refused with the reason; damaged files are not lists
@@ -221,6 +221,8 @@ class ListFamily:
                 part, model = _text_part(path, itinerary)
         except NotAListError as error:
             raise ArtifactError(f"{path} holds no list of coordinates.") from error
+        except (OverflowError, RecursionError) as error:
+            raise ArtifactError(f"{path} holds numbers too large or lists too deep.") from error
         except ArtifactError as error:
             text = str(error)
             raise ArtifactError(text if str(path) in text else f"{path}: {text}") from error
