@@ -26,6 +26,7 @@ from signed_align.errors import (
 from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.hooks import Hook, block_count, find_hook, width_at
 from signed_align.labels import Axes, Label, axes_text, element_of, kind_of, moves
+from signed_align.progress import track
 from signed_align.signed_permutation import SignedPermutation
 from signed_align.skeleton import skeleton
 
@@ -269,7 +270,7 @@ def move(
     """
     verified = False if any_source else _is_gauge_source(artifact, journey.gauge)
     labels = artifact.explanation(journey.gauge)
-    for part in artifact.parts:
+    for part in track(artifact.parts, f"moving {artifact.path.name}", unit="file"):
         destination = (
             out
             if part.file.path == artifact.path

@@ -54,9 +54,16 @@ def row_of(peft_type: str) -> Row:
         return Row(peft_type, "unknown", (), (), "", "")
     method = METHODS[peft_type]
     conditions = tuple(dict.fromkeys(_conditions(method)))
+    # what is meant for embeddings is conditional elsewhere only
+    usual = any(
+        rule.needs
+        for name, rules in method.tensors.items()
+        for rule in rules
+        if name not in method.embedding
+    )
     return Row(
         peft_type,
-        "moves if" if conditions else "moves",
+        "moves if" if usual or method.shared else "moves",
         tuple(_tensors(method)),
         conditions + tuple(_options(method)),
         method.way_out,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from common import RESULTS, record
 
-from signed_align import Gauge, SignedPermutation, port, recover, scramble
+from signed_align import Gauge, port, recover, scramble
 from signed_align.adapters.steering import steering_effect
 from signed_align.demo.assets import movie_reviews, smollm2
 from signed_align.steering import contrast_direction
@@ -126,13 +126,11 @@ def reversal(
     layer, seed = min(
         ((layer, seed) for layer in LAYERS for seed in TWINS), key=lambda pair: cosine(*pair)
     )
-    element, truth = truths[seed].element("residual"), truths[seed]
-    unsigned = SignedPermutation(element.perm, torch.ones_like(element.sign))
-    permuted = Gauge({"residual": unsigned}, {}, truth.source, truth.target)
+    truth = truths[seed]
     file = root / "reversed.pt"
     torch.save(directions[layer], file)
     effects = {"home": effect(model, file, hooks[layer])}
-    for name, gauge in (("B_d", truth), ("S_d", permuted)):
+    for name, gauge in (("B_d", truth), ("S_d", truth.without_signs())):
         port(file, gauge, root / f"reversed-{name}.pt", hook=hooks[layer], any_source=True)
         effects[name] = effect(twins[seed], root / f"reversed-{name}.pt", hooks[layer])
     return {"layer": layer, "twin": seed, "cosine": cosine(layer, seed), "effects": effects}

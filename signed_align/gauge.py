@@ -100,6 +100,11 @@ class Gauge:
             margins={s: margin for s, margin in self.margins.items() if kept(s)},
         )
 
+    def without_signs(self) -> Gauge:
+        """Its permutations with every sign +1: the best that matching permutations alone finds."""
+        elements = {space: element.unsigned for space, element in self.elements.items()}
+        return replace(self, elements=elements)
+
     def inverse(self) -> Gauge:
         """The gauge that leads back from target to source."""
         inverses = {space: element.inverse() for space, element in self.elements.items()}

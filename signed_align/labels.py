@@ -325,7 +325,7 @@ def element_of(label: Label | None, size: int, gauge: Gauge) -> SignedPermutatio
     if isinstance(label, Axis):
         element = gauge.elements.get(label.space)
         if element is not None and not label.signed:
-            element = SignedPermutation(element.perm, torch.ones_like(element.sign))
+            element = element.unsigned
     elif isinstance(label, Fused):
         element = label.element(gauge.elements)
     element = element or SignedPermutation.identity(size)

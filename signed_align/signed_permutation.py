@@ -106,6 +106,11 @@ class SignedPermutation:
         """How many coordinates change their sign."""
         return int((self.sign < 0).sum())
 
+    @property
+    def unsigned(self) -> SignedPermutation:
+        """The same permutation with every sign +1."""
+        return SignedPermutation(self.perm, torch.ones_like(self.sign))
+
     def extends(self, other: SignedPermutation) -> bool:
         """Whether this element does to the first coordinates, as many, what ``other`` does."""
         return torch.equal(self.perm[: other.size], other.perm) and torch.equal(

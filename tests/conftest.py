@@ -12,6 +12,15 @@ torch.set_num_threads(2)
 logging.disable_progress_bar()
 
 
+@pytest.fixture
+def one_thread():
+    """Threads that wait for each other take most of the time of a tiny model in training."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def twin(tmp_path_factory):
     """A tiny llama, its scrambled twin, and the true gauge between them."""

@@ -132,3 +132,10 @@ def test_missing_and_damaged_files_are_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(GaugeError, match="readable"):
         Gauge.load(path)
+
+
+def test_without_signs_only_the_permutation_is_left():
+    element = SignedPermutation.random(9, seed=1)
+    gauge = Gauge({"residual": element}).without_signs()
+    assert torch.equal(gauge.element("residual").perm, element.perm)
+    assert not gauge.element("residual").flips

@@ -542,7 +542,7 @@ def test_large_files_are_not_read(tmp_path, twins, monkeypatch):
     file = tmp_path / "list.json"
     file.write_text("[3]")
     assert ListFamily().inspect(file) == {"lists": {"list": 1}, "model_name": None}
-    monkeypatch.setattr("signed_align.adapters.lists.MAX_BYTES", 2)
+    monkeypatch.setattr("signed_align.adapters.lists.family.MAX_BYTES", 2)
     assert not ListFamily().recognises(file)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from signed_align import Gauge, SignedPermutation, port, scramble
+from signed_align import port, scramble
 from signed_align.adapters.optimizer import parameter_labels
 from signed_align.chart import StoredTensor
 from signed_align.checkpoint import Checkpoint
@@ -25,7 +25,10 @@ MODELS = {
     "mixtral": {"num_local_experts": 4, "experts_implementation": "eager"},
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore::signed_align.errors.SignedAlignWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::signed_align.errors.SignedAlignWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 class Lion(torch.optim.Optimizer):
@@ -98,15 +101,6 @@ CASES = [("llama", name) for name in OPTIMIZERS if name not in AVERAGES] + [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads that wait for each other take most of the time of so small a model."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory):
     """By model type: the model, in double precision, and a gauge of all its spaces."""
@@ -157,15 +151,6 @@ def resumed(weights, template, make, state, name=""):
     return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def without_signs(gauge):
-    """The gauge that tools which match permutations alone would find at best."""
-    elements = {
-        space: SignedPermutation(element.perm, torch.ones_like(element.sign))
-        for space, element in gauge.elements.items()
-    }
-    return Gauge(elements, {}, gauge.source, gauge.target)
-
-
 def departure(home, away):
     """The largest relative difference of two runs' losses."""
     return max(abs(a - b) / abs(a) for a, b in zip(home, away, strict=True))
@@ -202,7 +187,7 @@ def test_training_goes_on_as_it_would_have(tmp_path, twins, model_type, name):
     unmoved, _ = away(state=tmp_path / "optimizer.pt")
     assert departure(losses, unmoved) > 3e-4
     if name not in EVEN_ONLY:
-        port(tmp_path / "optimizer.pt", without_signs(gauge), tmp_path / "unsigned.pt")
+        port(tmp_path / "optimizer.pt", gauge.without_signs(), tmp_path / "unsigned.pt")
         permuted, _ = away(state=tmp_path / "unsigned.pt")
         assert departure(losses, permuted) > 3e-4
 
@@ -271,7 +256,7 @@ def test_parameters_are_found_in_every_usual_order(tmp_path, twins, groups):
         name, state = names[parameter], optimizer.state[parameter]
         expected = transport_all({name: state["exp_avg"]}, chart.axes, gauge)[name]
         assert torch.equal(moved[number]["exp_avg"], expected)
-        squares = transport_all({name: state["exp_avg_sq"]}, chart.axes, without_signs(gauge))
+        squares = transport_all({name: state["exp_avg_sq"]}, chart.axes, gauge.without_signs())
         assert torch.equal(moved[number]["exp_avg_sq"], squares[name])
 
 

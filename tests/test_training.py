@@ -9,7 +9,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.optim.lr_scheduler import LinearLR
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from signed_align import Gauge, SignedPermutation, port, scramble
+from signed_align import port, scramble
 from signed_align.adapters.optimizer import parameter_labels
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import ArtifactError, GaugeError
@@ -64,13 +64,7 @@ def train(model, out, make=None, resume=None, stop=WHOLE, **settings):
     ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads that wait for each other take most of the time of so small a model."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
@@ -78,15 +72,6 @@ def quiet(capsys):
     """Trainer prints every loss."""
     yield
     capsys.readouterr()
-
-
-def without_signs(gauge):
-    """The gauge that tools which match permutations alone would find at best."""
-    elements = {
-        space: SignedPermutation(element.perm, torch.ones_like(element.sign))
-        for space, element in gauge.elements.items()
-    }
-    return Gauge(elements, {}, gauge.source, gauge.target)
 
 
 def departure(home, away):
@@ -147,7 +132,7 @@ def test_a_moved_run_goes_on_as_it_would_have(tmp_path, name):
 
     controls = [checkpoint]
     if name not in EVEN_ONLY:
-        port(checkpoint, without_signs(gauge), tmp_path / "permuted")
+        port(checkpoint, gauge.without_signs(), tmp_path / "permuted")
         controls.append(tmp_path / "permuted")
     for control in controls:
         # the weights arrive, the moments do not, or not with their signs
@@ -208,7 +193,7 @@ def test_an_adapter_in_training_goes_on_as_it_would_have(tmp_path, name):
     )
     assert len(arrived) == WHOLE - HALF
     assert departure(losses, arrived) <= 1e-4
-    port(checkpoint, without_signs(gauge), tmp_path / "permuted")
+    port(checkpoint, gauge.without_signs(), tmp_path / "permuted")
     for control in (checkpoint, tmp_path / "permuted"):
         shutil.copyfile(control / "optimizer.pt", moved / "optimizer.pt")
         lost = train(
