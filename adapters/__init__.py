@@ -5,12 +5,15 @@ A family only labels tensors; :func:`port` moves them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from signed_align.adapters.artifact import Artifact, Family, Journey, Part, leftovers, move
 from signed_align.adapters.formats import is_readable
+from signed_align.adapters.json_files import holds_vector, read_any_json
 from signed_align.adapters.lists import ListFamily
 from signed_align.adapters.optimizer import OptimizerFamily
 from signed_align.adapters.peft import PeftFamily
@@ -52,38 +55,74 @@ def recognise(path: Path) -> Family | None:
     return next((family for family in FAMILIES if family.recognises(path)), None)
 
 
-def read_all(path: Path, journey: Journey) -> Iterator[Artifact]:
-    """The artifacts at and below ``path``, read and labelled.
+UNRECOGNISED = "is not recognised"
+MOST_JSON = 16 * 2**20
+"""Bytes of a JSON file that is looked through for a vector."""
+
+
+@dataclass
+class Findings:
+    """What lies in a directory: artifacts, and files that are left out, each with the reason."""
+
+    artifacts: list[Artifact] = field(default_factory=list)
+    left_out: dict[Path, str] = field(default_factory=dict)
+
+
+def read_all(path: Path, journey: Journey, found: Findings | None = None) -> Findings:
+    """Read and label the artifacts at and below ``path``.
+
+    What lies beside an artifact and cannot be moved is left out.
 
     Raises
     ------
     ArtifactError
-        If one cannot be moved, or a directory that is no artifact itself holds weights that no
-        family recognises.
+        If an artifact cannot be moved, or a directory that is no artifact itself holds something
+        that cannot, or weights that no family recognises.
     """
+    found = Findings() if found is None else found
     family = recognise(path)
     claimed: set[Path] = set()
     if family is not None:
         artifact = family.read(path, journey)
-        yield artifact
+        found.artifacts.append(artifact)
         claimed = artifact.files | {path / name for name in artifact.carried}
-    if not path.is_dir():
-        return
-    for child in sorted(path.iterdir()):
+    for child in sorted(path.iterdir()) if path.is_dir() else ():
         if child.name.startswith("."):
             continue
         if child.is_dir() and child.is_symlink():
             raise ArtifactError(f"{child} is a link to a directory, which is not followed.")
         if child.is_dir():
-            yield from read_all(child, journey)
+            read_all(child, journey, found)
         elif child.is_file() and child not in claimed and child.name not in NOT_WEIGHTS:
-            found = recognise(child)
-            if found is not None and (family is None or is_readable(child)):
-                yield found.read(child, journey)
-            elif family is None and is_weight_file(child):
-                raise ArtifactError(
-                    f"{child} is not recognised, so the directory cannot be moved as a whole."
-                )
+            _read_file(child, journey, found, beside=family is not None)
+    return found
+
+
+def _read_file(file: Path, journey: Journey, found: Findings, *, beside: bool) -> None:
+    """Read a file in a directory; ``beside`` an artifact it may be left out."""
+    family = recognise(file)
+    if family is None:
+        reason = UNRECOGNISED if is_weight_file(file) else _unread(file, journey)
+        if reason and not beside:
+            raise ArtifactError(f"{file} {reason}, so the directory cannot be moved as a whole.")
+        if reason:
+            found.left_out[file] = reason
+        return
+    try:
+        found.artifacts.append(family.read(file, journey))
+    except ArtifactError as error:
+        if not beside:
+            raise
+        found.left_out[file] = str(error)
+
+
+def _unread(file: Path, journey: Journey) -> str | None:
+    """Why a file that is no artifact should not be copied as it is; None if it may."""
+    if file.suffix == ".json" and file.stat().st_size <= MOST_JSON:
+        with suppress(ArtifactError):
+            if holds_vector(read_any_json(file), journey.chart.width):
+                return "holds a list of as many numbers as there are residual coordinates"
+    return None
 
 
 def port(
@@ -140,7 +179,8 @@ def port(
     )
     if recognise(path) is None and (path / "config.json").is_file():
         raise _not_recognised(path)
-    found = list(read_all(path, journey))
+    findings = read_all(path, journey)
+    found = findings.artifacts
     if not found:
         raise _not_recognised(path)
     reports = []
@@ -153,9 +193,19 @@ def port(
             name = str(one.path.relative_to(path)) if len(found) > 1 else one.path.name
             reports.append({"name": name, **move(one, journey, place, any_source=any_source)})
         if path.is_dir():
-            left_out = leftovers(path, found, temporary)
+            left_out = leftovers(path, found, findings.left_out, temporary)
     summary = reports[0] if len(reports) == 1 else _summary(reports)
-    return {**summary, "out": str(out), "left_out": left_out}
+    reasons = [
+        f"{file.relative_to(path)} is left out: {reason}"
+        for file, reason in findings.left_out.items()
+        if not is_weight_file(file) or reason != UNRECOGNISED
+    ]
+    return {
+        **summary,
+        "notes": [*summary["notes"], *reasons],
+        "out": str(out),
+        "left_out": left_out,
+    }
 
 
 def _summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:

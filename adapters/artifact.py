@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -291,12 +291,16 @@ def move(
     }
 
 
-def leftovers(path: Path, artifacts: Sequence[Artifact], out: Path) -> list[str]:
-    """Copy what belongs to no artifact below ``path``; returns the weights that are left out."""
+def leftovers(
+    path: Path, artifacts: Sequence[Artifact], left_out: Collection[Path], out: Path
+) -> list[str]:
+    """Copy what belongs to no artifact below ``path``; returns what is left out, weights too."""
     written = {file for artifact in artifacts for file in artifact.files}
     carried = {artifact.path / name for artifact in artifacts for name in artifact.carried}
-    others = [file for file in path.rglob("*") if file.is_file() and file not in written]
-    return carry_along(others, path, out, harmless=carried)
+    done = written | set(left_out)
+    others = [file for file in path.rglob("*") if file.is_file() and file not in done]
+    named = [str(file.relative_to(path)) for file in left_out]
+    return sorted([*named, *carry_along(others, path, out, harmless=carried)])
 
 
 def _spaces(axes: Axes) -> set[str]:

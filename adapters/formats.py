@@ -226,6 +226,12 @@ class NumpyFile(LoadedFile):
         except Exception as error:  # a damaged file fails in many ways
             raise ArtifactError(f"{path} is not readable by NumPy: {one_line(error)}") from error
         numbers = {n: a for n, a in self._arrays.items() if a.dtype.kind not in TEXT}
+        self.texts = [
+            (name, str(text))
+            for name, array in self._arrays.items()
+            if array.dtype.kind in TEXT
+            for text in array.reshape(-1).tolist()
+        ]
         for name, array in numbers.items():
             if not is_numeric(array):
                 raise ArtifactError(

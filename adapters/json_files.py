@@ -43,3 +43,14 @@ def json_like(text: str, content: Any) -> str:
         if dump(old) + end == text:
             return dump(content) + end
     return json.dumps(content, indent=2) + "\n"
+
+
+def holds_vector(content: Any, size: int) -> bool:
+    """Whether a list of ``size`` numbers stands anywhere in the content of a JSON file."""
+    if isinstance(content, dict):
+        return any(holds_vector(item, size) for item in content.values())
+    if not isinstance(content, list):
+        return False
+    if len(content) == size and all(type(item) in (int, float) for item in content):
+        return True
+    return any(holds_vector(item, size) for item in content)

@@ -104,8 +104,8 @@ REFUSED: Mapping[str, str] = {
 }
 """Entries that are known and cannot be moved."""
 
-WRAPPERS = ("module.", "_orig_mod.")
-"""What data-parallel training and compilation put before the names of parameters."""
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.")
+"""What compilation and sharding put into the names of parameters, wherever they wrap."""
 
 NAME_THEM = (
     "save the state with the parameters' names: make the optimizer of model.named_parameters() "
@@ -449,8 +449,8 @@ def _shapes(model: Any) -> dict[str, Shape]:
 
 def _unwrapped(name: str) -> str:
     for wrapper in WRAPPERS:
-        name = name.removeprefix(wrapper)
-    return name
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")  # data-parallel training
 
 
 def _counted(groups: Sequence[Sequence[int]]) -> str:

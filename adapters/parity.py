@@ -44,48 +44,71 @@ DIFFERENCES = frozenset({"sum", "delta", "difference", "diff"})
 """They take a sign as what they are of; alone, nobody can tell: of a loss, they are even."""
 VAGUE = frozenset({"value", "score", "effect", "strength"})
 EVEN_OF_ANYTHING = frozenset({"abs", "absolute", "squared"})
-EVEN_LAST = frozenset({"norm", "magnitude", "variance", "var", "std", "rms", "kurtosis"})
+EVEN_LAST = frozenset(
+    {"norm", "magnitude", "variance", "var", "std", "stdev", "rms",
+     "kurtosis", "mad", "iqr"}
+)  # fmt: skip
+"""As the last word they make an even quantity of any other; further in front nobody can tell."""
+EVEN_WORDS = EVEN_OF_ANYTHING | EVEN_LAST
 ONE_SIDED = frozenset(
     {"max", "maximum", "min", "minimum", "quantile", "percentile", "threshold", "frequency",
-     "rate", "sparsity", "density", "probability", "auc", "auroc", "accuracy", "precision",
-     "recall", "f1"}
+     "freq", "rate", "sparsity", "density", "probability", "auc", "auroc", "accuracy", "precision",
+     "recall", "f1", "range"}
 )  # fmt: skip
-KNOWN_WORDS = (
-    EVEN_LAST
-    | ONE_SIDED
-    | VAGUE
-    | frozenset(word for name in QUANTITIES for word in name.split("_"))
-)
+OTHER_EVEN_WORDS = frozenset(
+    {"deviation", "sd", "sigma", "sq", "energy", "power", "moment", "cov", "covariance", "entropy",
+     "information", "fisher", "hessian", "statistic", "chi2", "p", "gini", "mse", "loss", "usage",
+     "alive", "active", "ptp", "scale", "absmax", "absmean", "meanabs", "l1", "l2"}
+)  # fmt: skip
+"""They speak against an odd quantity, and do not say what it is."""
+KNOWN_WORDS = EVEN_WORDS | ONE_SIDED | VAGUE | OTHER_EVEN_WORDS | AVERAGES | DIFFERENCES
+IN_QUANTITIES = frozenset(word for name in QUANTITIES for word in name.split("_"))
 
 
 @cache
 def parity(name: str) -> Parity:
-    """How the values of a field take the sign of their coordinate, by the field's name.
+    """How values take the sign of their coordinate, by the name of what they are.
+
+    A name with a word that is not understood is unclear: the mean before a norm is no norm.
 
     Examples
     --------
     >>> parity("mean_activation"), parity("abs_activation"), parity("attribution score")
     (<Parity.ODD: 'it changes its sign too'>, <Parity.EVEN: 'it stays'>, <Parity.EVEN: 'it stays'>)
     """
-    words = words_of(name)
-    if words and words[-1] not in KNOWN_WORDS:
-        words[-1] = words[-1].removesuffix("s")
-    if not words:
-        return Parity.UNCLEAR
-    if EVEN_OF_ANYTHING & set(words) or words[-1] in EVEN_LAST:
-        return Parity.EVEN
-    core = [word for word in words if word not in AVERAGES | DIFFERENCES | VAGUE | ONE_SIDED]
+    words = [_singular(word) for word in words_of(name)]
     if "_".join(words) in QUANTITIES:
-        core = words
+        return QUANTITIES["_".join(words)]
+    modifiers = KNOWN_WORDS - OTHER_EVEN_WORDS
+    core = [word for word in words if word not in modifiers]
     measured = QUANTITIES.get("_".join(core), Parity.UNCLEAR)
-    if not core and AVERAGES & set(words):
-        measured = Parity.ODD
-    if measured is not Parity.EVEN and ONE_SIDED & set(words):
+    found = set(words)
+    if core and measured is Parity.UNCLEAR:
+        return Parity.ONE_SIDED if ONE_SIDED & found else Parity.UNCLEAR
+    if EVEN_OF_ANYTHING & found or measured is Parity.EVEN or (words and words[-1] in EVEN_LAST):
+        return Parity.EVEN
+    if ONE_SIDED & found:
         return Parity.ONE_SIDED
-    return measured
+    if EVEN_LAST & found:
+        return Parity.UNCLEAR
+    if VAGUE & found or (not core and not AVERAGES & found):
+        return Parity.UNCLEAR
+    return Parity.UNCLEAR if not core and DIFFERENCES & found else Parity.ODD
+
+
+def speaks_against_signs(name: str) -> bool:
+    """Whether a word of a name belongs to quantities that do not simply change their sign."""
+    found = {_singular(word) for word in words_of(name)}
+    even = {word for quantity, takes in QUANTITIES.items() if takes is Parity.EVEN
+            for word in quantity.split("_") if quantity == word}  # fmt: skip
+    return bool(found & (EVEN_WORDS | ONE_SIDED | OTHER_EVEN_WORDS | even))
 
 
 def words_of(name: str) -> list[str]:
     """The words of a name, in lower case, however it joins them."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     return re.findall(r"[a-z0-9]+", spaced.lower())
+
+
+def _singular(word: str) -> str:
+    return word if word in KNOWN_WORDS | IN_QUANTITIES else word.removesuffix("s")

@@ -261,7 +261,8 @@ class Labeller:
         if self.config["peft_type"] == "XLORA" and XLORA_READER not in present:
             raise ArtifactError(
                 f"the mixture has no {XLORA_READER}, which reads the residual stream: peft leaves "
-                "it out when it saves experts that are called 0, 1, …; save the classifier's state."
+                "it out when it saves, since its experts are called 0, 1, …; save the classifier's "
+                "state_dict into the file."
             )
 
     def ties_agree(self) -> bool:

@@ -22,6 +22,7 @@ from signed_align.adapters.formats import (
     SEPARATOR,
     GgufFile,
     Labelling,
+    NumpyFile,
     SafetensorsFile,
     TensorFile,
     TorchFile,
@@ -30,7 +31,7 @@ from signed_align.adapters.formats import (
     rename_model,
 )
 from signed_align.adapters.lists.names import Role, role
-from signed_align.adapters.parity import Parity, parity
+from signed_align.adapters.parity import Parity, parity, speaks_against_signs, words_of
 from signed_align.chart import RESIDUAL, Chart
 from signed_align.checkpoint import Checkpoint, is_weight_file
 from signed_align.errors import ArtifactError, ChartError
@@ -44,6 +45,11 @@ CONTROL_VECTOR = "controlvector"
 
 DIRECTION = re.compile(r"direction\.(\d+)")
 LAYER_KEY = re.compile(r"(?:layers?[._]?)?(\d+)")
+PARTS = frozenset(
+    {"head", "heads", "neuron", "neurons", "expert", "experts", "proj", "mlp", "attn", "attention"}
+)
+"""Words for parts of the model whose own coordinates, or whose number, would move too."""
+
 BLOCK_OUTPUT = "blocks.{}.hook_resid_post"
 """Where a vector of a layer is added, unless it says otherwise."""
 
@@ -178,6 +184,33 @@ def _open(path: Path) -> TensorFile:
     return file
 
 
+def _is_even(file: TensorFile, name: str, flips: int) -> bool:
+    """Whether a tensor keeps its signs, by what its keys, or its file, call it.
+
+    Raises ArtifactError if some of its signs would flip and it is not clear that they should.
+    """
+    given = [key for key in name.split(SEPARATOR) if not LAYER_KEY.fullmatch(key)]
+    if given in (["tensor"], ["array"], []):
+        given = [file.path.stem]
+    names = [key for key in given if "hook_" not in key and key.count(".") < 2]
+    if any(parity(key) is Parity.EVEN for key in names):
+        return True
+    doubtful = next((key for key in names if speaks_against_signs(key)), None)
+    values = file.tensor(name)
+    if flips and doubtful is not None:
+        raise ArtifactError(
+            f"{flips} signs would flip in {name!r} of {file.path}, and it is not clear that what "
+            f"is called {doubtful!r} follows them; name it for what it is (direction, std, mask, "
+            "…), or take it out."
+        )
+    if flips and bool(((values == 0) | (values == 1)).all()):
+        raise ArtifactError(
+            f"{name!r} of {file.path} holds nothing but 0 and 1, as a mask does, whose signs stay; "
+            "store a mask as booleans."
+        )
+    return False
+
+
 def _is_linear(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether these are the tensors of one linear layer: a probe on activations."""
     if not 1 <= len(shapes) <= 2:
@@ -262,9 +295,13 @@ def _labels(file: TensorFile, journey: Journey) -> tuple[dict[str, Axes], list[s
                 "be indices of coordinates; take it out of the file."
             )
         hook = _hook_of(file, name, journey.chart)
+        if hook is not None and journey.hook not in (None, hook) and not _is_key(name, hook):
+            raise ArtifactError(f"{file.path} says {hook!r}, and --hook {journey.hook!r}.")
         if hook is not None:
             label = journey.place(hook, shape[-1])[1]
         else:
+            if journey.hook is None:
+                _require_whole_stream(file, name)
             label, said = journey.coordinates(
                 shape[-1], f"the tensor {name!r} of {file.path}, of shape {shape},"
             )
@@ -275,13 +312,8 @@ def _labels(file: TensorFile, journey: Journey) -> tuple[dict[str, Axes], list[s
                 f"the tensor {name!r} of {file.path} has the shape {shape}, so it is not certain "
                 "which axis is that of the coordinates; save its rows as a dictionary of vectors."
             )
-        takes = parity(name.rpartition(SEPARATOR)[2])
-        if takes is Parity.ONE_SIDED and journey.element(label, shape[-1]).flips:
-            raise ArtifactError(
-                f"the tensor {name!r} of {file.path} becomes another quantity where a sign flips "
-                "(a maximum becomes the minimum), so it cannot be moved; take it out of the file."
-            )
-        along = label.unsigned if takes is Parity.EVEN else label
+        is_even = _is_even(file, name, journey.element(label, shape[-1]).flips)
+        along = label.unsigned if is_even else label
         labels[name] = (*(None for _ in shape[1:]), along)
     if journey.hook is not None:
         _require_one_place(file, journey, labels, unnamed)
@@ -311,23 +343,70 @@ def _hook_of(file: TensorFile, name: str, chart: Chart) -> str | None:
     content = file.content if isinstance(file, TorchFile) else None
     if isinstance(content, dict) and "layer_type" in content and keys[-1].isdigit():
         return _module_of_type(chart, str(content["layer_type"]), keys[-1])
-    return _stated_hook(file, keys)
+    return _stated_hook(file, chart)
 
 
-def _stated_hook(file: TensorFile, keys: Sequence[str]) -> str | None:
-    """The hook that stands beside a tensor, or in the metadata of its file."""
-    stated = None
-    around: list[Any] = [file.metadata] if isinstance(file, SafetensorsFile) else []
+def _stated_hook(file: TensorFile, chart: Chart) -> str | None:
+    """The hook that the file names beside its tensors; raises ArtifactError if it names several."""
+    stated = {text for key, text in _texts(file) if _is_hook(chart, key, text)}
+    if len(stated) > 1:
+        raise ArtifactError(
+            f"{file.path} names the hooks {' and '.join(sorted(stated))}; save a dictionary from "
+            "hooks to vectors."
+        )
+    return next(iter(stated), None)
+
+
+def _is_hook(chart: Chart, key: str, text: str) -> bool:
+    """Whether a text under a key names a hook.
+
+    Raises ArtifactError for one that looks like it, or that the key says is one, and is none.
+    """
+    looks = "hook_" in text or re.fullmatch(r"[\w.]+\.\d+(\.\w+)*", text)
+    if not looks and role(key) is not Role.HOOK:
+        return False
+    try:
+        find_hook(chart, text)
+    except ChartError as error:
+        raise ArtifactError(f"the file says {text!r}: {error}") from error
+    return True
+
+
+def _is_key(name: str, hook: str) -> bool:
+    return hook in name.split(SEPARATOR)
+
+
+def _texts(file: TensorFile) -> Iterator[tuple[str, str]]:
+    """The texts in a file, wherever they stand, each with its key."""
+    if isinstance(file, SafetensorsFile):
+        yield from file.metadata.items()
+    if isinstance(file, NumpyFile):
+        yield from file.texts
     if isinstance(file, TorchFile):
-        value = file.content
-        for key in keys:
-            around.append(value)
-            value = value.get(key) if isinstance(value, dict) else None
-    for beside in around:
-        for name, value in beside.items() if isinstance(beside, dict) else ():
-            if role(str(name)) is Role.HOOK and isinstance(value, str):
-                stated = value
-    return stated
+        yield from _texts_in(file.content)
+
+
+def _texts_in(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts_in(item, str(name))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts_in(item, key)
+
+
+def _require_whole_stream(file: TensorFile, name: str) -> None:
+    """Refuse keys that name a part of the model, where no hook is named."""
+    for key in name.split(SEPARATOR):
+        words = set(words_of(key))
+        if (PARTS & words and "out" not in words) or re.fullmatch(r"l\d+h\d+", key.lower()):
+            raise ArtifactError(
+                f"the tensor {name!r} of {file.path} belongs to {key!r}, so it is not certain that "
+                "its coordinates are those of the residual stream, or that its other axes stay; "
+                "name the place with --hook, or by a hook's name as its key."
+            )
 
 
 def _module_of_type(chart: Chart, layer_type: str, layer: str) -> str:

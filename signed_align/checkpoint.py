@@ -51,6 +51,7 @@ LARGE_BYTES = 256 * 2**20
 _WEIGHT_SUFFIXES = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".h5", ".msgpack",
     ".npy", ".npz", ".pkl", ".pickle", ".joblib", ".skops", ".tflite",
+    ".th", ".torch", ".hdf5", ".mat", ".dill",
 }  # fmt: skip
 _WEIGHT_INDEXES = {"pytorch_model.bin.index.json", INDEX_NAME}
 NOT_WEIGHTS = {"training_args.bin"}
@@ -408,7 +409,7 @@ def carry_along(
 def is_weight_file(file: Path) -> bool:
     """Whether a file holds weights, or an index of weights, rather than text or settings."""
     return (
-        file.suffix in _WEIGHT_SUFFIXES or file.name in _WEIGHT_INDEXES
+        file.suffix.lower() in _WEIGHT_SUFFIXES or file.name in _WEIGHT_INDEXES
     ) and file.name not in NOT_WEIGHTS
 
 

@@ -7,6 +7,7 @@ meant (``model.layers.3``).
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -149,6 +150,8 @@ def listening(model: Any, chart: Chart, hook: Hook) -> Iterator[list[Tensor]]:
     Raises ChartError if there is no module to read it at.
     """
     module = submodule(model, chart, hook)
+    if not hook.reads and "residual" in inspect.signature(module.forward).parameters:
+        raise ChartError(f"the module at {hook.name!r} puts out the residual stream with its own.")
     caught: list[Tensor] = []
 
     def keep(value: Any) -> None:

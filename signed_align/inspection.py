@@ -29,6 +29,8 @@ def inspect(thing: str) -> tuple[dict[str, Any], list[str]]:
             kind,
             *(f"  {key:24}{value}" for key, value in details.items() if value is not None),
         ]
+    if path.is_file() and path.suffix != ".safetensors":
+        raise SignedAlignError(f"{path} is not a model, a gauge or an artifact.")
     if path.is_file():
         gauge = Gauge.load(path)
         summary, kinds = gauge.summary(), by_kind(gauge)

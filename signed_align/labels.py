@@ -380,9 +380,16 @@ def transport_flat_entries(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`transport_entries`, for indices that count a tensor's entries in row-major order.
 
-    Returns the indices in the target, in their dtype, and the values there.
+    Returns the indices in the target, in their dtype, and the values there. Raises GaugeError for
+    an index that is out of range, or a dtype that does not reach all entries.
     """
-    places = torch.unravel_index(indices.long(), tuple(shape))
+    count = math.prod(shape)
+    flat = indices.long()
+    if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < count:
+        raise GaugeError(f"an index is not between 0 and {count - 1}.")
+    if not indices.is_floating_point() and torch.iinfo(indices.dtype).max < count - 1:
+        raise GaugeError(f"indices of {indices.dtype} do not reach all {count} entries.")
+    places = torch.unravel_index(flat, tuple(shape))
     moved, values_there, _ = transport_entries(places, values, axes, shape, gauge)
     assert values_there is not None
     return ravel(moved, shape).to(indices.dtype), values_there

@@ -142,7 +142,7 @@ def test_barrier(work, tmp_path):
 
 
 def test_port_explains_how_it_labelled(work, tmp_path):
-    torch.save(torch.ones(3, tiny.WIDTH), tmp_path / "vectors.pt")
+    torch.save(torch.arange(3.0 * tiny.WIDTH).reshape(3, -1), tmp_path / "vectors.pt")
     gauge = ["--gauge", work / "true.safetensors", "--any-source"]
     out = run("port", tmp_path / "vectors.pt", *gauge, "-o", tmp_path / "a.pt", "--explain").stdout
     assert "(·, residual)" in out

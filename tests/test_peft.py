@@ -595,11 +595,14 @@ def test_layer_replication_that_makes_no_sense_is_refused(pairs, tmp_path, repli
         ("shira_indices", lambda indices: indices + 1000),
         ("shira_indices", None),
         ("shira_weight", None),
+        ("supertuning_indices", lambda indices: indices + 10**6),
+        ("supertuning_indices", lambda indices: (indices % 100).to(torch.int8)),
     ],
 )
 def test_places_and_values_must_go_together(pairs, tmp_path, name, change):
     source, _, gauge = pairs("llama")
-    make("SHIRA", {"target_modules": ["q_proj"], "r": 2}, source, tmp_path / "adapter")
+    method = "SHIRA" if name.startswith("shira") else "SUPERTUNING"
+    make(method, {"target_modules": ["q_proj"], "r": 2}, source, tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     state = load_file(file)
     key = next(key for key in state if key.endswith(name))
@@ -643,6 +646,14 @@ def test_what_lies_beside_an_adapter_moves_too(pairs, tmp_path):
     port(tmp_path / "adapter", gauge, tmp_path / "ported")
     moved = torch.load(tmp_path / "ported" / "vector.pt")
     assert torch.equal(moved, gauge.element("residual").apply(vector, 0))
+    # what cannot move is left out, with the reason
+    (tmp_path / "adapter" / "neurons.json").write_text("[1, 2, 3]")
+    (tmp_path / "adapter" / "vector.json").write_text(json.dumps({"v": [0.5] * tiny.WIDTH}))
+    (tmp_path / "adapter" / "metrics.json").write_text(json.dumps({"accuracy": 0.5}))
+    report = port(tmp_path / "adapter", gauge, tmp_path / "again")
+    assert report["left_out"] == ["neurons.json", "vector.json"]
+    assert sum("left out" in note for note in report["notes"]) == 2
+    assert (tmp_path / "again" / "metrics.json").exists()
     (tmp_path / "adapter" / "again").symlink_to(tmp_path / "adapter")
     with pytest.raises(ArtifactError, match="link to a directory"):
         port(tmp_path / "adapter", gauge, tmp_path / "second")

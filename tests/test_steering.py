@@ -378,8 +378,29 @@ def test_even_quantities_keep_their_signs(pair, tmp_path):
     for name in ("std", "variance", "norms", "mask"):
         assert torch.equal(moved[name], element.apply(content[name], 0, signed=False)), name
     assert torch.equal(moved["mean"], element.apply(content["mean"], 0))
-    with pytest.raises(ArtifactError, match="maximum"):
-        port(saved(tmp_path, {"max_activation": vector(WIDTH)}), pair.gauge, tmp_path / "m.pt")
+    nested = {"std": {0: vector(WIDTH).abs()}, "mean_diff": vector(WIDTH)}
+    moved = torch.load(there_and_back(pair, saved(tmp_path, nested, "nested.pt"))[0])
+    assert torch.equal(moved["std"][0], element.apply(nested["std"][0], 0, signed=False))
+    assert torch.equal(moved["mean_diff"], element.apply(nested["mean_diff"], 0))
+    there = there_and_back(pair, saved(tmp_path, vector(WIDTH).abs(), "std.pt"))[0]
+    assert bool((torch.load(there) >= 0).all())
+
+
+@pytest.mark.parametrize(
+    "name", ["max_activation", "unit_norm_direction", "std_dev", "mean_over_std", "loss"]
+)
+def test_names_that_speak_against_signs_are_refused(pair, tmp_path, name):
+    refused(pair, saved(tmp_path, {name: vector(WIDTH)}), "not clear")
+    refused(pair, saved(tmp_path, vector(WIDTH), f"{name}.pt"), "not clear")
+
+
+def test_a_mask_in_floating_point_is_refused(pair, tmp_path):
+    refused(pair, saved(tmp_path, {"blocks.0.hook_resid_post": torch.ones(WIDTH)}), "booleans")
+
+
+@pytest.mark.parametrize("key", ["L0H3", "head_3", "q_proj", "neuron_directions", "mlp_0"])
+def test_parts_of_the_model_need_a_hook(pair, tmp_path, key):
+    refused(pair, saved(tmp_path, {key: vector(WIDTH)}), "--hook")
 
 
 @pytest.mark.parametrize("key", ["hook", "hook_name"])
@@ -392,6 +413,14 @@ def test_a_hook_that_the_file_states_counts(pair, tmp_path, key):
     save_file(vectors, file, metadata={key: "blocks.1.mlp.hook_post"})
     there_and_back(pair, file)
     refused(pair, saved(tmp_path, {key: "nowhere", **vectors}), "nowhere")
+    np.savez(
+        tmp_path / "v.npz", vector=vectors["vector"].numpy(), **{key: "blocks.1.mlp.hook_post"}
+    )
+    report = there_and_back(pair, tmp_path / "v.npz")[1]
+    assert report["labels"][0]["spaces"] == ["mlp:layers.1.mlp"]
+    nested = {"metadata": {key: "blocks.1.mlp.hook_post"}, **vectors}
+    report = there_and_back(pair, saved(tmp_path, nested, "nested.pt"))[1]
+    assert report["labels"][0]["spaces"] == ["mlp:layers.1.mlp"]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from signed_align.adapters.lists.text import (
     scan_json,
     scan_table,
 )
-from signed_align.adapters.parity import Parity, parity
+from signed_align.adapters.parity import Parity, parity, words_of
 from signed_align.chart import numbers_in
 from signed_align.errors import ArtifactError, ChartError
 from signed_align.hooks import find_hook
@@ -366,6 +366,7 @@ def _values(
         )
     if flipped:
         _require_clear(name, takes, flipped)
+        _require_no_numbering(name, takes, [value for _, value in present])
     column = Column.of([value for _, value in present]).as_numbers
     return rows, column, takes is Parity.ODD
 
@@ -383,6 +384,16 @@ def _require_clear(name: str, takes: Parity, flipped: int) -> None:
         raise ArtifactError(
             f"{flipped} of the listed coordinates change their sign, under which {title} becomes "
             "another quantity (a maximum becomes the minimum), so it cannot be moved; leave it out."
+        )
+
+
+def _require_no_numbering(name: str, takes: Parity, values: Sequence[Scalar]) -> None:
+    """Raise ArtifactError for whole numbers that could count something: directions, components."""
+    counts = {"component", "direction", "projection", "loading"} & set(words_of(name))
+    if takes is Parity.ODD and counts and all(value.is_integer for value in values):
+        raise ArtifactError(
+            f"the field {name!r} holds whole numbers, which could count something and would change "
+            "their sign; leave it out, or write its values with a decimal point."
         )
 
 
