@@ -23,6 +23,7 @@ _PUBLIC = {
     "recover": "signed_align.recovery",
     "scramble": "signed_align.checkpoint",
     "transport": "signed_align.labels",
+    "transport_along": "signed_align.trajectory",
 }
 
 __all__ = sorted([*_PUBLIC, "__version__"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from signed_align.errors import (
     ChartError,
     CheckpointError,
     SignedAlignError,
+    SignedAlignWarning,
     one_line,
 )
 from signed_align.hooks import Hook, listening
@@ -98,13 +100,20 @@ def _python_prose() -> list[str]:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's tokenizer; raises CheckpointError if it has none."""
+    """The checkpoint's own tokenizer; raises CheckpointError if it has none.
+
+    For a directory without its files transformers may make one up, of a few tokens.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
     except Exception as error:  # tokenizer files fail in many ways
         raise CheckpointError(f"{checkpoint.name} has no tokenizer that loads.") from error
+    names = [*tokenizer.vocab_files_names.values()] or ["tokenizer_config.json"]
+    if not any((checkpoint.path / name).is_file() for name in names):
+        raise CheckpointError(f"{checkpoint.name} has no tokenizer: none of {', '.join(names)}.")
+    return tokenizer
 
 
 def load_model(checkpoint: Checkpoint, *, head: bool, dtype: torch.dtype, device: str) -> Any:
@@ -209,18 +218,36 @@ def paired_hidden_states(
     State k is what block k reads; the last one is taken after the final norm. Rows have shape
     (tokens, d), float32, on the CPU.
     """
-    mask = batch.attention_mask.bool()
-    states = [
-        model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            output_hidden_states=True,
-            use_cache=False,
-        ).hidden_states
-        for model in (source, target)
-    ]
+    states = [hidden_states(model, batch) for model in (source, target)]
     for state, (x, y) in enumerate(zip(*states, strict=True)):
-        yield state, x[mask].float().cpu(), y[mask].float().cpu()
+        yield state, x, y
+
+
+@torch.inference_mode()
+def hidden_states(model: Any, batch: Batch) -> list[Tensor]:
+    """The hidden states of a model on a batch, padding removed.
+
+    Each has shape (tokens, d), float32, on the CPU.
+    """
+    mask = batch.attention_mask.bool()
+    found = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        output_hidden_states=True,
+        use_cache=False,
+    ).hidden_states
+    return [state[mask].float().cpu() for state in found]
+
+
+def require_enough(tokens: int, width: int, times: int) -> None:
+    """Warn if there are fewer calibration tokens than coordinates; ``times`` as many are better."""
+    if tokens < width:
+        warnings.warn(
+            f"the calibration text has {tokens} tokens for {width} coordinates; at least {width} "
+            f"are needed for a trustworthy gauge, {times * width} are better.",
+            SignedAlignWarning,
+            stacklevel=3,
+        )
 
 
 @torch.inference_mode()

@@ -314,6 +314,160 @@ def gauge_command(
     return Report(data, lines)
 
 
+@command("transport")
+@click.argument("checkpoints", nargs=-1)
+@click.option(
+    "-o", "--out", required=True, type=click.Path(path_type=Path), help="Gauge file to write."
+)
+@click.option(
+    "--runs",
+    nargs=2,
+    metavar="RUN_A RUN_B",
+    help="Two Trainer output directories, instead of CHECKPOINTS: from A's last checkpoint back "
+    "to --base and on to B's last.",
+)
+@click.option("--base", help="The checkpoint that both runs were trained from.")
+@click.option(
+    "--from",
+    "method",
+    type=click.Choice(["activations", "weights"]),
+    default="activations",
+    show_default=True,
+    help="What neighbours are matched by.",
+)
+@text_option
+@click.option(
+    "--tokens", type=POSITIVE, help="Calibration tokens at most; by default 8 a coordinate."
+)
+@click.option(
+    "--lost-below",
+    type=float,
+    default=0.05,
+    show_default=True,
+    help="A coordinate is lost when its margin falls below this.",
+)
+@click.option("--truth", help="True gauge, to score against; or the word identity.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Image file (png, svg, pdf).")
+@device_option
+@existing_output
+def transport_command(
+    checkpoints: tuple[str, ...],
+    out: Path,
+    runs: tuple[str, str] | None,
+    base: str | None,
+    method: Any,
+    text: Path | None,
+    tokens: int | None,
+    lost_below: float,
+    truth: str | None,
+    plot: Path | None,
+    device: str,
+    force: bool,
+) -> Report:
+    """Recover the gauge from the first of CHECKPOINTS to the last, neighbour by neighbour.
+
+    Gauges between neighbours are composed; a coordinate whose margin collapses on the way is
+    listed as lost. Matching the ends directly is reported beside it, and with --runs also matching
+    via the base, and which coordinates come back to themselves on the way round.
+    """
+    from signed_align.barrier import require_plottable
+    from signed_align.files import atomic_path, require_free
+    from signed_align.gauge import Gauge, by_kind
+    from signed_align.trajectory import Truth, path_of_runs, plot_trajectory, transport_along
+
+    if bool(runs) == bool(checkpoints):
+        raise SignedAlignError("give either checkpoints, in their order, or --runs.")
+    if bool(runs) != (base is not None):
+        raise SignedAlignError("--runs and --base go together: two runs, and where they started.")
+    path, position = list(checkpoints), None
+    if runs and base is not None:
+        path, position = path_of_runs(*runs, base)
+    read = _directories(*path)
+    require_free(out, directory=False, force=force, inputs=read)
+    if plot is not None:
+        require_plottable(plot)
+        require_free(plot, directory=False, force=force, inputs=[*read, out])
+    known: Truth | None = None
+    if truth is not None:
+        known = "identity" if truth == "identity" else Gauge.load(truth)
+    trajectory = transport_along(
+        path,
+        base=position,
+        method=method,
+        text=text,
+        truth=known,
+        lost_below=lost_below,
+        max_tokens=tokens,
+        device=device,
+    )
+    gauge = trajectory.gauge
+    gauge.save(out, force=force)
+    if plot is not None:
+        with atomic_path(plot, directory=False, force=force) as temporary:
+            plot_trajectory(trajectory, temporary)
+    kinds = by_kind(gauge)
+    kinds["residual"] |= trajectory.accuracy.get("transport", {})
+    return Report(
+        {
+            "gauge": str(out),
+            "margin": kinds["residual"]["margin"],
+            "kinds": kinds,
+            **gauge.summary(),
+            **trajectory.to_dict(),
+            **trajectory.accuracy.get("transport", {}),
+            "plot": str(plot) if plot else None,
+        },
+        [
+            f"Transported a gauge of {trajectory.size} residual coordinates along {len(path)} "
+            f"checkpoints, from {method}; it is in {out}.",
+            *_transported(trajectory.to_dict(), trajectory.size),
+            *([f"The plot is in {plot}."] if plot else []),
+        ],
+    )
+
+
+def _transported(data: dict[str, Any], size: int) -> list[str]:
+    """A trajectory in lines: a table of its steps, what was lost, and what to compare it with."""
+    names = ["/".join(Path(step["target"]).parts[-2:]) for step in data["steps"]]
+    width = max(len(name) for name in ["step to", *names])
+    scored = "sign_accuracy" in data["steps"][0]
+    heading = "margin min  median   weak  moved  lost" + ("  right" if scored else "")
+    lines = [f"  {'step to':{width}}  {heading}"]
+    for name, step in zip(names, data["steps"], strict=True):
+        margin, right = step["margin"], f"  {step['sign_accuracy']:5.3f}" if scored else ""
+        lines.append(
+            f"  {name:{width}}  {margin['min']:10.3f}  {margin['median']:6.3f}  "
+            f"{step['weak_fraction']:5.3f}  {step['moved_fraction']:5.3f}  {step['lost']:4}{right}"
+        )
+    lines.append(
+        f"  lost (margin < {data['lost_below']:g} on the way): {len(data['lost'])} of {size}"
+        f"{_listed(data['lost'])}"
+    )
+    for name, gauge in data["baselines"].items():
+        label = f"baseline {name.replace('_', ' ')}"
+        lines.append(f"  {label:18}  margin {_quantiles(gauge['margin'])}")
+    for name, scores in data["accuracy"].items():
+        lines.append(
+            f"  {name.replace('_', ' '):18}  permutation accuracy "
+            f"{scores['permutation_accuracy']:.3f}, sign accuracy {scores['sign_accuracy']:.3f}"
+        )
+    if data["holonomy"] is not None:
+        away = data["holonomy"]["not_returned"]
+        lines.append(
+            f"  holonomy: {data['holonomy']['returned_fraction']:.3f} of the base's coordinates "
+            f"come back to themselves; {len(away)} do not{_listed(away)}"
+        )
+    return lines
+
+
+def _listed(coordinates: list[int], most: int = 12) -> str:
+    """Coordinates after a count: all, or the first of them."""
+    if not coordinates:
+        return ""
+    more = f", … ({len(coordinates) - most} more with --json)" if len(coordinates) > most else ""
+    return f": {', '.join(map(str, coordinates[:most]))}{more}"
+
+
 @command("apply")
 @click.argument("gauge", type=click.Path(path_type=Path))
 @click.argument("model")

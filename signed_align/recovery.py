@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +15,13 @@ from signed_align.activations import (
     load_model,
     load_tokenizer,
     paired_hidden_states,
+    require_enough,
     sentences_of,
     typical,
 )
 from signed_align.chart import RESIDUAL, Chart
 from signed_align.checkpoint import Checkpoint, require_kinds
-from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
+from signed_align.errors import CheckpointError, GaugeError
 from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.matching import Correlation, Objective, match
 from signed_align.progress import track
@@ -262,13 +262,7 @@ def evidence_from_activations(
         seed=seed,
     )
     tokens = sum(batch.tokens for batch in todo)
-    if tokens < size:
-        warnings.warn(
-            f"the calibration text has {tokens} tokens for {size} coordinates; at least {size} "
-            f"are needed for a trustworthy gauge, {TOKENS_PER_COORDINATE * size} are better.",
-            SignedAlignWarning,
-            stacklevel=2,
-        )
+    require_enough(tokens, size, TOKENS_PER_COORDINATE)
     source_model = load_model(source, head=False, dtype=dtype, device=device)
     target_model = load_model(target, head=False, dtype=dtype, device=device)
     states = int(source.config.get_text_config().num_hidden_layers) + 1
@@ -325,6 +319,12 @@ def _common_chart(source: Checkpoint, target: Checkpoint) -> Chart:
         raise CheckpointError(
             f"{source.name} is a {chart.model_type} model and {target.name} a "
             f"{other.model_type} model; a gauge leads between models of one architecture."
+        )
+    depths = [int(one.config.get_text_config().num_hidden_layers) for one in (source, target)]
+    if depths[0] != depths[1]:
+        raise CheckpointError(
+            f"{source.name} has {depths[0]} layers and {target.name} {depths[1]}; a gauge leads "
+            "between models of one architecture."
         )
     if chart.width != other.width:
         raise CheckpointError(

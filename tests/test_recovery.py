@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from signed_align import Checkpoint, SignedAlignError, recover, scramble
-from signed_align.activations import batches, sentences_of, typical
+from signed_align.activations import batches, load_tokenizer, sentences_of, typical
 from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
 from tests import tiny
 
@@ -196,3 +196,23 @@ def test_text_has_to_be_there(tmp_path):
     assert len(sentences_of(None)) > 1000
     with pytest.raises(GaugeError, match="no part"):
         recover(*twins(tmp_path)[:2], method="weights", layers=[1])
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "gpt2", "llama", "qwen3"])
+def test_a_model_without_a_tokenizer_is_given_none(tmp_path, model_type):
+    """transformers makes one up for some types, whose few tokens would be all the evidence."""
+    source = tiny.save(tiny.build(model_type), tmp_path / "source")
+    truth = scramble(source, tmp_path / "twin", seed=4)
+    found = recover(source, tmp_path / "twin")
+    assert found.element("residual") == truth.element("residual")
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_tokenizer(Checkpoint.open(source))
+
+
+def test_models_of_different_depth_are_refused(tmp_path):
+    source = add_tokenizer(tiny.save(tiny.build("llama"), tmp_path / "source"))
+    deep = tiny.build("llama", num_hidden_layers=3)
+    target = add_tokenizer(tiny.save(deep, tmp_path / "target"))
+    for settings in ({}, {"text": TEXT}):
+        with pytest.raises(CheckpointError, match="2 layers and .* 3"):
+            recover(source, target, **settings)
