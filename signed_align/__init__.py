@@ -18,6 +18,7 @@ _PUBLIC = {
     "SignedAlignError": "signed_align.errors",
     "SignedPermutation": "signed_align.signed_permutation",
     "apply": "signed_align.checkpoint",
+    "audit_claim": "signed_align.audit",
     "merge": "signed_align.merge_methods",
     "port": "signed_align.adapters",
     "recover": "signed_align.recovery",

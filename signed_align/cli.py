@@ -779,6 +779,67 @@ def steer_command(
     )
 
 
+@command("audit")
+@click.argument("model")
+@click.option(
+    "--claim",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="JSON file: which claim, at which hook, about how many coordinates, on which texts.",
+)
+@click.option("--twins", default=20, type=POSITIVE, show_default=True, help="Twins to write.")
+@click.option("--seed", default=0, type=SEED, show_default=True, help="Seed of the first twin.")
+@click.option(
+    "--recovered-from",
+    type=click.Choice(["weights", "activations"]),
+    default="weights",
+    show_default=True,
+    help="What the gauge to each twin is recovered from.",
+)
+@text_option
+@click.option("--plot", type=click.Path(path_type=Path), help="Image file (png, svg, pdf).")
+@existing_output
+def audit_command(
+    model: str,
+    claim: Path,
+    twins: int,
+    seed: int,
+    recovered_from: Any,
+    text: Path | None,
+    plot: Path | None,
+    force: bool,
+) -> Report:
+    """Recompute a claim about coordinates on scrambled twins of MODEL, each the same function.
+
+    Says how often the claim survives as stated, what chance would give, and how often it survives
+    after transport through the true and through the recovered gauge. --text is what gauges are
+    recovered on with --recovered-from activations.
+    """
+    from signed_align.audit import audit_claim, audit_lines, plot_audit
+    from signed_align.barrier import require_plottable
+    from signed_align.claims import load_claim
+    from signed_align.files import atomic_path, require_free
+
+    if plot is not None:
+        require_plottable(plot)
+        require_free(plot, directory=False, force=force, inputs=[*_directories(model), claim])
+    result = audit_claim(
+        model,
+        load_claim(claim),
+        twins=twins,
+        seed=seed,
+        recovered_from=recovered_from,
+        text=text,
+    )
+    if plot is not None:
+        with atomic_path(plot, directory=False, force=force) as temporary:
+            plot_audit(result, temporary)
+    return Report(
+        {**result.to_dict(), "plot": str(plot) if plot else None},
+        [*audit_lines(result), *([f"The plot is in {plot}."] if plot else [])],
+    )
+
+
 @command("support")
 @click.argument("types", nargs=-1)
 @click.option("--peft", is_flag=True, help="Say which PEFT types move, and which do not and why.")

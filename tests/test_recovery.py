@@ -214,5 +214,5 @@ def test_models_of_different_depth_are_refused(tmp_path):
     deep = tiny.build("llama", num_hidden_layers=3)
     target = add_tokenizer(tiny.save(deep, tmp_path / "target"))
     for settings in ({}, {"text": TEXT}):
-        with pytest.raises(CheckpointError, match="2 layers and .* 3"):
+        with pytest.raises(CheckpointError, match=r"2 layers and .* 3"):
             recover(source, target, **settings)
