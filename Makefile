@@ -35,6 +35,8 @@ benchmarks: $(stamp)
 	$(bin)/python benchmarks/merge.py
 	$(bin)/python benchmarks/spaces.py
 	$(bin)/python benchmarks/seeds.py
+	$(bin)/python benchmarks/steering.py
+	$(bin)/python benchmarks/audit.py
 
 # The table of proved models.
 docs/support.md: $(stamp)
