@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from signed_align.adapters.artifact import Artifact, Family, Journey, Part, leftovers, move
-from signed_align.adapters.formats import is_readable
 from signed_align.adapters.json_files import holds_vector, read_any_json
 from signed_align.adapters.lists import ListFamily
 from signed_align.adapters.optimizer import OptimizerFamily
@@ -32,7 +31,6 @@ __all__ = [
     "Family",
     "Journey",
     "Part",
-    "is_readable",
     "port",
     "read_all",
     "recognise",
@@ -177,7 +175,7 @@ def port(
     journey = Journey.along(
         gauge.inverse() if inverse else gauge, hook=hook, allow_pickle=allow_pickle
     )
-    if recognise(path) is None and (path / "config.json").is_file():
+    if (path / "config.json").is_file() and recognise(path) is None:
         raise _not_recognised(path)
     findings = read_all(path, journey)
     found = findings.artifacts

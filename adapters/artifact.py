@@ -182,6 +182,11 @@ class Part:
     remarks: Mapping[str, str] = field(default_factory=dict)
 
 
+def or_unmoved(labels: Mapping[str, Axes]) -> Labelling:
+    """A labelling from a table, in which tensors that are not named stay as they are."""
+    return lambda name, shape: labels.get(name, (None,) * len(shape))
+
+
 @dataclass(frozen=True)
 class Artifact:
     """An artifact on disk, recognised and labelled, ready to be moved.

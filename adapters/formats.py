@@ -114,10 +114,14 @@ class LoadedFile(TensorFile):
 
 
 class SafetensorsFile(TensorFile):
-    """Moved tensor by tensor; the header stays byte for byte."""
+    """Moved tensor by tensor; the header stays byte for byte.
+
+    ``renamed`` are other texts for some keys of its metadata, which a copy is written with.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.renamed: Mapping[str, str] = {}
         try:
             self._file = safe_open(path, framework="pt")
             self.metadata: Mapping[str, str] = self._file.metadata() or {}
@@ -143,14 +147,16 @@ class SafetensorsFile(TensorFile):
     ) -> None:
         """Write a copy in which every tensor is moved."""
         rewrite_safetensors(self.path, destination, label, gauge, origin=instead)
+        if self.renamed:
+            _write_metadata(destination, self.renamed)
 
 
-def rename_model(path: Path, key: str, name: str) -> None:
-    """Write another text under a key of the metadata of a safetensors file."""
+def _write_metadata(path: Path, changes: Mapping[str, str]) -> None:
+    """Write other texts under some keys of the metadata of a safetensors file."""
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
-    header["__metadata__"][key] = name
+    header["__metadata__"] |= changes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])

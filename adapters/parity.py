@@ -62,6 +62,12 @@ OTHER_EVEN_WORDS = frozenset(
 )  # fmt: skip
 """They speak against an odd quantity, and do not say what it is."""
 KNOWN_WORDS = EVEN_WORDS | ONE_SIDED | VAGUE | OTHER_EVEN_WORDS | AVERAGES | DIFFERENCES
+AGAINST_SIGNS = (
+    EVEN_WORDS
+    | ONE_SIDED
+    | OTHER_EVEN_WORDS
+    | {name for name, takes in QUANTITIES.items() if takes is Parity.EVEN and "_" not in name}
+)
 IN_QUANTITIES = frozenset(word for name in QUANTITIES for word in name.split("_"))
 
 
@@ -99,9 +105,7 @@ def parity(name: str) -> Parity:
 def speaks_against_signs(name: str) -> bool:
     """Whether a word of a name belongs to quantities that do not simply change their sign."""
     found = {_singular(word) for word in words_of(name)}
-    even = {word for quantity, takes in QUANTITIES.items() if takes is Parity.EVEN
-            for word in quantity.split("_") if quantity == word}  # fmt: skip
-    return bool(found & (EVEN_WORDS | ONE_SIDED | OTHER_EVEN_WORDS | even))
+    return bool(found & AGAINST_SIGNS)
 
 
 def words_of(name: str) -> list[str]:

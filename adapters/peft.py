@@ -98,7 +98,9 @@ class PeftFamily:
                 Part(
                     file,
                     labeller,
-                    lambda name: instead.get(name, _other_expert(labeller, file, name)),
+                    lambda name: (
+                        instead[name] if name in instead else _other_expert(labeller, file, name)
+                    ),
                     remarks,
                 )
             ],

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from signed_align.adapters.artifact import Artifact, Journey, Part
+from signed_align.adapters.artifact import Artifact, Journey, Part, or_unmoved
 from signed_align.adapters.estimators import (
     Estimator,
     Opaque,
@@ -215,13 +214,9 @@ class ProbeFamily:
             kind=self.kind,
             path=path,
             made_on=None,
-            parts=[Part(file, partial(_look_up, labels))],
+            parts=[Part(file, or_unmoved(labels))],
             notes=notes,
         )
-
-
-def _look_up(labels: Mapping[str, Axes], name: str, shape: tuple[int, ...]) -> Axes:
-    return labels.get(name, (None,) * len(shape))
 
 
 # ---- files ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,17 @@ from signed_align.adapters.formats import (
     FORMATS,
     SEPARATOR,
     GgufFile,
-    Labelling,
     NumpyFile,
     SafetensorsFile,
     TensorFile,
     TorchFile,
-    itself,
     open_tensors,
-    rename_model,
 )
 from signed_align.adapters.lists.names import Role, role
 from signed_align.adapters.parity import Parity, parity, speaks_against_signs, words_of
 from signed_align.chart import RESIDUAL, Chart
 from signed_align.checkpoint import Checkpoint, is_weight_file
 from signed_align.errors import ArtifactError, ChartError
-from signed_align.gauge import Gauge
 from signed_align.hooks import block_count, find_hook
 from signed_align.labels import Axes
 from signed_align.steering import log_odds, steered
@@ -133,7 +129,7 @@ class SteeringFamily:
         if isinstance(file, SafetensorsFile):
             key, made_on = _named_model(file)
             if key is not None and journey.target is not None:
-                file = _NamingItsModel(path, key, journey.target)
+                file.renamed = {key: journey.target}
         return Artifact(
             kind=self.kind,
             path=path,
@@ -141,25 +137,6 @@ class SteeringFamily:
             parts=[Part(file, partial(_look_up, labels))],
             notes=notes,
         )
-
-
-class _NamingItsModel(SafetensorsFile):
-    """A safetensors file whose metadata name the model it is for."""
-
-    def __init__(self, path: Path, key: str, model: str) -> None:
-        super().__init__(path)
-        self._key, self._model = key, model
-
-    def rewrite(
-        self,
-        destination: Path,
-        label: Labelling,
-        gauge: Gauge,
-        instead: Callable[[str], Tensor | None] = itself,
-    ) -> None:
-        """Write a copy in which every tensor is moved and the new model is named."""
-        super().rewrite(destination, label, gauge, instead)
-        rename_model(destination, self._key, self._model)
 
 
 def _open(path: Path) -> TensorFile:

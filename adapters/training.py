@@ -23,7 +23,7 @@ from signed_align.adapters.optimizer import (
 )
 from signed_align.adapters.peft import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from signed_align.adapters.peft import PeftFamily
-from signed_align.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from signed_align.checkpoint import INCOMPLETE_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint
 from signed_align.errors import ArtifactError, one_line
 from signed_align.labels import Axes
 from signed_align.skeleton import skeleton
@@ -36,7 +36,7 @@ CARRIED = (SCHEDULER_NAME, "scheduler.bin", "scaler.pt", "rng_state*.pth", "rand
 """Files that look like weights by their name and hold learning rates, scales and random states."""
 
 UNMOVABLE: Mapping[str, str] = {
-    "checkpoint-is-incomplete.txt": "it was not written to its end; take an earlier one",
+    INCOMPLETE_NAME: "it was not written to its end; take an earlier one",
     "global_step*/*_states.pt": "DeepSpeed spreads flattened weights and moments over files, "
     "which a permutation crosses; make model.safetensors with its zero_to_fp32.py, move that, and "
     "continue with a fresh optimizer",

@@ -239,7 +239,7 @@ def hidden_states(model: Any, batch: Batch) -> list[Tensor]:
     return [state[mask].float().cpu() for state in found]
 
 
-def require_enough(tokens: int, width: int, times: int) -> None:
+def warn_if_few(tokens: int, width: int, times: int) -> None:
     """Warn if there are fewer calibration tokens than coordinates; ``times`` as many are better."""
     if tokens < width:
         warnings.warn(

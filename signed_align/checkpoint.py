@@ -40,6 +40,9 @@ from signed_align.progress import byte_meter
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+INCOMPLETE_NAME = "checkpoint-is-incomplete.txt"
+"""What Trainer leaves in a checkpoint that it could not write to its end."""
+
 BLOCK_BYTES = 2**20
 """Tensors are moved and written in blocks of rows of about this size, which stay in the cache."""
 

@@ -153,6 +153,9 @@ spaces_option = click.option(
     show_default=True,
     help="Kinds of spaces, such as residual,mlp,heads; or all.",
 )
+plot_option = click.option(
+    "--plot", type=click.Path(path_type=Path), help="Image file (png, svg, pdf)."
+)
 device_option = click.option("--device", default="cpu", show_default=True, help="Torch device.")
 
 
@@ -347,7 +350,7 @@ def gauge_command(
     help="A coordinate is lost when its margin falls below this.",
 )
 @click.option("--truth", help="True gauge, to score against; or the word identity.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Image file (png, svg, pdf).")
+@plot_option
 @device_option
 @existing_output
 def transport_command(
@@ -370,8 +373,7 @@ def transport_command(
     listed as lost. Matching the ends directly is reported beside it, and with --runs also matching
     via the base, and which coordinates come back to themselves on the way round.
     """
-    from signed_align.barrier import require_plottable
-    from signed_align.files import atomic_path, require_free
+    from signed_align.files import require_free
     from signed_align.gauge import Gauge, by_kind
     from signed_align.trajectory import Truth, path_of_runs, plot_trajectory, transport_along
 
@@ -384,9 +386,7 @@ def transport_command(
         path, position = path_of_runs(*runs, base)
     read = _directories(*path)
     require_free(out, directory=False, force=force, inputs=read)
-    if plot is not None:
-        require_plottable(plot)
-        require_free(plot, directory=False, force=force, inputs=[*read, out])
+    _require_plot(plot, force, [*read, out])
     known: Truth | None = None
     if truth is not None:
         known = "identity" if truth == "identity" else Gauge.load(truth)
@@ -402,9 +402,7 @@ def transport_command(
     )
     gauge = trajectory.gauge
     gauge.save(out, force=force)
-    if plot is not None:
-        with atomic_path(plot, directory=False, force=force) as temporary:
-            plot_trajectory(trajectory, temporary)
+    _draw(plot, force, lambda file: plot_trajectory(trajectory, file))
     kinds = by_kind(gauge)
     kinds["residual"] |= trajectory.accuracy.get("transport", {})
     return Report(
@@ -421,7 +419,7 @@ def transport_command(
             f"Transported a gauge of {trajectory.size} residual coordinates along {len(path)} "
             f"checkpoints, from {method}; it is in {out}.",
             *_transported(trajectory.to_dict(), trajectory.size),
-            *([f"The plot is in {plot}."] if plot else []),
+            *_plotted(plot),
         ],
     )
 
@@ -628,7 +626,7 @@ def merge_command(recipe: Path, out: Path, force: bool, **options: Any) -> Repor
     show_default=True,
     help="Tokens of text to use at most.",
 )
-@click.option("--plot", type=click.Path(path_type=Path), help="Image file (png, svg, pdf).")
+@plot_option
 @device_option
 @existing_output
 def barrier_command(
@@ -643,13 +641,10 @@ def barrier_command(
     force: bool,
 ) -> Report:
     """Measure the loss on the straight path from A to B, before and after alignment."""
-    from signed_align.barrier import measure_barrier, plot_paths, require_plottable
-    from signed_align.files import atomic_path, require_free
+    from signed_align.barrier import measure_barrier, plot_paths
     from signed_align.gauge import Gauge
 
-    if plot is not None:
-        require_plottable(plot)
-        require_free(plot, directory=False, force=force, inputs=_directories(a, b))
+    _require_plot(plot, force, _directories(a, b))
     paths = measure_barrier(
         a,
         b,
@@ -659,9 +654,7 @@ def barrier_command(
         max_tokens=tokens,
         device=device,
     )
-    if plot is not None:
-        with atomic_path(plot, directory=False, force=force) as temporary:
-            plot_paths(paths, temporary)
+    _draw(plot, force, lambda file: plot_paths(paths, file))
     final = paths["aligned"] if "aligned" in paths else paths["straight"]
     return Report(
         {
@@ -674,7 +667,7 @@ def barrier_command(
             f"  (ends {path.losses[0]:.4f}, {path.losses[-1]:.4f})"
             for name, path in paths.items()
         ]
-        + ([f"The plot is in {plot}."] if plot else []),
+        + _plotted(plot),
     )
 
 
@@ -797,7 +790,7 @@ def steer_command(
     help="What the gauge to each twin is recovered from.",
 )
 @text_option
-@click.option("--plot", type=click.Path(path_type=Path), help="Image file (png, svg, pdf).")
+@plot_option
 @existing_output
 def audit_command(
     model: str,
@@ -816,13 +809,9 @@ def audit_command(
     recovered on with --recovered-from activations.
     """
     from signed_align.audit import audit_claim, audit_lines, plot_audit
-    from signed_align.barrier import require_plottable
     from signed_align.claims import load_claim
-    from signed_align.files import atomic_path, require_free
 
-    if plot is not None:
-        require_plottable(plot)
-        require_free(plot, directory=False, force=force, inputs=[*_directories(model), claim])
+    _require_plot(plot, force, [*_directories(model), claim])
     result = audit_claim(
         model,
         load_claim(claim),
@@ -831,12 +820,10 @@ def audit_command(
         recovered_from=recovered_from,
         text=text,
     )
-    if plot is not None:
-        with atomic_path(plot, directory=False, force=force) as temporary:
-            plot_audit(result, temporary)
+    _draw(plot, force, lambda file: plot_audit(result, file))
     return Report(
         {**result.to_dict(), "plot": str(plot) if plot else None},
-        [*audit_lines(result), *([f"The plot is in {plot}."] if plot else [])],
+        [*audit_lines(result), *_plotted(plot)],
     )
 
 
@@ -900,6 +887,29 @@ def inspect_command(thing: str) -> Report:
     from signed_align.inspection import inspect
 
     return Report(*inspect(thing))
+
+
+def _require_plot(plot: Path | None, force: bool, inputs: list[Path]) -> None:
+    """Raise, before the work, unless a plot may be drawn there."""
+    from signed_align.barrier import require_plottable
+    from signed_align.files import require_free
+
+    if plot is not None:
+        require_plottable(plot)
+        require_free(plot, directory=False, force=force, inputs=inputs)
+
+
+def _draw(plot: Path | None, force: bool, draw: Callable[[Path], None]) -> None:
+    """Draw the plot, if one is asked for."""
+    from signed_align.files import atomic_path
+
+    if plot is not None:
+        with atomic_path(plot, directory=False, force=force) as temporary:
+            draw(temporary)
+
+
+def _plotted(plot: Path | None) -> list[str]:
+    return [f"The plot is in {plot}."] if plot else []
 
 
 def _directories(*models: str) -> list[Path]:

@@ -49,7 +49,8 @@ def inspect(thing: str) -> tuple[dict[str, Any], list[str]]:
 
 def _inside(path: Path) -> dict[str, str]:
     """The kinds of the artifacts in a directory that is none itself, by relative path."""
-    from signed_align.adapters import is_readable, recognise
+    from signed_align.adapters import recognise
+    from signed_align.adapters.formats import is_readable
 
     found: dict[str, str] = {}
     for child in sorted(path.rglob("*")):

@@ -15,9 +15,9 @@ from signed_align.activations import (
     load_model,
     load_tokenizer,
     paired_hidden_states,
-    require_enough,
     sentences_of,
     typical,
+    warn_if_few,
 )
 from signed_align.chart import RESIDUAL, Chart
 from signed_align.checkpoint import Checkpoint, require_kinds
@@ -262,7 +262,7 @@ def evidence_from_activations(
         seed=seed,
     )
     tokens = sum(batch.tokens for batch in todo)
-    require_enough(tokens, size, TOKENS_PER_COORDINATE)
+    warn_if_few(tokens, size, TOKENS_PER_COORDINATE)
     source_model = load_model(source, head=False, dtype=dtype, device=device)
     target_model = load_model(target, head=False, dtype=dtype, device=device)
     states = int(source.config.get_text_config().num_hidden_layers) + 1

@@ -25,12 +25,12 @@ from signed_align.activations import (
     hidden_states,
     load_model,
     load_tokenizer,
-    require_enough,
     sentences_of,
     typical,
+    warn_if_few,
 )
 from signed_align.chart import RESIDUAL
-from signed_align.checkpoint import Checkpoint
+from signed_align.checkpoint import INCOMPLETE_NAME, Checkpoint
 from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
 from signed_align.gauge import WEAK_MARGIN, Gauge, margin_quantiles
 from signed_align.matching import Correlation
@@ -40,9 +40,6 @@ from signed_align.signed_permutation import SignedPermutation
 
 IN_MEMORY_BYTES = 256 * 2**20
 """Activations of one checkpoint that are larger than this wait in a temporary file."""
-
-INCOMPLETE = "checkpoint-is-incomplete.txt"
-"""What Trainer leaves in a checkpoint that it could not write to its end."""
 
 Truth = Gauge | Literal["identity"]
 Pair = tuple[int, int]
@@ -369,7 +366,7 @@ def _checkpoints_of(run: Path) -> list[str]:
             "directories checkpoint-N, one for each step N that was saved."
         )
     for directory in steps.values():
-        if (directory / INCOMPLETE).exists():
+        if (directory / INCOMPLETE_NAME).exists():
             raise CheckpointError(f"{directory} was not written to its end; remove it.")
     return [str(steps[step]) for step in sorted(steps)]
 
@@ -466,7 +463,7 @@ def _calibration(
     limit = TOKENS_PER_COORDINATE * width if max_tokens is None else max_tokens
     todo = batches(_shared_tokenizer(checkpoints), sentences, max_tokens=limit, seed=seed)
     tokens = sum(batch.tokens for batch in todo)
-    require_enough(tokens, width, TOKENS_PER_COORDINATE)
+    warn_if_few(tokens, width, TOKENS_PER_COORDINATE)
     return todo
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signed_align.adapters.artifact import Artifact, Journey, Part
+from signed_align.adapters.artifact import Artifact, Journey, Part, or_unmoved
 from signed_align.adapters.formats import SEPARATOR, TensorFile, TorchFile
 from signed_align.adapters.json_files import read_any_json
 from signed_align.adapters.lists.names import Role, is_value, role
@@ -336,9 +336,7 @@ def _text_part(path: Path, itinerary: Itinerary) -> tuple[Part, str | None]:
             for scalar in content.models
         ]
     file: TensorFile = MarkedText(path, text, columns, replaced)
-    part = Part(
-        file, lambda name, shape: axes.get(name, (None,) * len(shape)), instead.get, remarks
-    )
+    part = Part(file, or_unmoved(axes), instead.get, remarks)
     return part, content.model
 
 
@@ -499,9 +497,7 @@ def _tensor_part(file: TorchFile, itinerary: Itinerary) -> tuple[Part, str | Non
             {key: itinerary.journey.target for key in content if role(str(key)) is Role.MODEL}
         )
         file.content = content
-    part = Part(
-        file, lambda name, shape: axes.get(name, (None,) * len(shape)), instead.get, remarks
-    )
+    part = Part(file, or_unmoved(axes), instead.get, remarks)
     return part, model
 
 
