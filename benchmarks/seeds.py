@@ -8,20 +8,15 @@ by each objective from activations or weights, next to Git Re-Basin's weight mat
 
 import argparse
 import itertools
-import json
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
+from byte_llama import Training, trained
 from common import record
 from mergekit.options import MergeOptions
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from signed_align import Checkpoint, Gauge, Objective, merge, recover
@@ -33,114 +28,7 @@ from signed_align.weight_matching import WeightMatching, partners_of
 SPACES = (("residual",), ("residual", "mlp"), ("residual", "mlp", "heads"))
 OBJECTIVES = ("permutation", "sign_marginalized")
 HELD_OUT = 0.1
-CONTEXT = 128
 POINTS = 11
-
-# A token a byte: the vocabulary is the byte alphabet, and nothing is merged.
-ARCHITECTURE = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a model is trained with; two models differ in their seed only."""
-
-    seed: int
-    steps: int
-    batch: int = 32
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.1
-    warmup: float = 0.05
-    architecture: dict[str, Any] = field(default_factory=lambda: ARCHITECTURE)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: row for row, character in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def trained(directory: Path, training: Training, sentences: Sequence[str]) -> float:
-    """Train a model and save it with its tokenizer, unless that was done; its last loss."""
-    note = directory.with_suffix(".json")
-    if note.is_file():
-        found = json.loads(note.read_text())
-        if found["training"] == asdict(training):
-            return found["train_loss"]
-    tokenizer = byte_tokenizer()
-    stream = torch.tensor(tokenizer("\n".join(sentences))["input_ids"])
-    model, loss = train(training, stream)
-    note.unlink(missing_ok=True)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    note.write_text(json.dumps({"training": asdict(training), "train_loss": loss}, indent=2) + "\n")
-    return loss
-
-
-def train(training: Training, stream: Tensor) -> tuple[LlamaForCausalLM, float]:
-    """A model trained on random windows of ``stream``, and its mean loss over the last steps.
-
-    On one thread, so that the weights do not depend on how many there are.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(training.seed)
-    model = LlamaForCausalLM(LlamaConfig(**training.architecture)).train()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.ndim > 1]},
-            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-        ],
-        lr=training.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=training.weight_decay,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: warmup_then_cosine((step + 1) / training.steps, training.warmup)
-    )
-    losses = []
-    for batch in itertools.islice(windows(stream, training), training.steps):
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-        if len(losses) % 100 == 0:
-            print(f"seed {training.seed}, step {len(losses)}: {losses[-1]:.3f}", flush=True)
-    torch.set_num_threads(threads)
-    last = losses[-max(1, training.steps // 20) :]
-    return model.eval(), sum(last) / len(last)
-
-
-def windows(stream: Tensor, training: Training) -> Iterator[Tensor]:
-    """Endless batches of windows that start anywhere, of shape (batch, CONTEXT)."""
-    generator = torch.Generator().manual_seed(training.seed)
-    offsets = torch.arange(CONTEXT)
-    while True:
-        starts = torch.randint(len(stream) - CONTEXT, (training.batch, 1), generator=generator)
-        yield stream[starts + offsets]
-
-
-def warmup_then_cosine(progress: float, warmup: float) -> float:
-    """The share of the learning rate when ``progress`` of the steps are done."""
-    if progress < warmup:
-        return progress / warmup
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
 
 
 def git_re_basin(a: Path, b: Path, restarts: int = 3) -> Gauge:

@@ -41,6 +41,11 @@ def movie_reviews() -> list[RatedText]:
     return _rated_texts("movieReviewSnippets_GroundTruth.txt")
 
 
+def tweets() -> list[RatedText]:
+    """Rated tweets."""
+    return _rated_texts("tweets_GroundTruth.txt")
+
+
 def newspaper_sentences() -> list[str]:
     """Sentences from newspaper editorials: calibration text."""
     return [row.text for row in _rated_texts("nytEditorialSnippets_GroundTruth.txt")]
