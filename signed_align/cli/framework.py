@@ -1,0 +1,181 @@
+"""What every command shares: the group, reports, options, and the words of its answers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from signed_align import __version__
+from signed_align.errors import SignedAlignError, SignedAlignWarning
+
+BAD_INPUT = 2
+POSITIVE = click.IntRange(min=1)
+SEED = click.IntRange(0, 2**32 - 1)
+
+existing_output = click.option("--force", is_flag=True, help="Replace the output if it exists.")
+output_directory = click.option(
+    "-o", "--out", required=True, type=click.Path(path_type=Path), help="Directory to make."
+)
+any_source_option = click.option(
+    "--any-source",
+    is_flag=True,
+    help="Accept a model other than the gauge's source, such as a fine-tune of it.",
+)
+inverse_option = click.option("--inverse", is_flag=True, help="Go from target to source.")
+text_option = click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    help="UTF-8 text, a sentence a line; by default English prose that ships with Python.",
+)
+spaces_option = click.option(
+    "--spaces",
+    default="residual",
+    show_default=True,
+    help="Kinds of spaces, such as residual,mlp,heads; or all.",
+)
+plot_option = click.option(
+    "--plot", type=click.Path(path_type=Path), help="Image file (png, svg, pdf)."
+)
+device_option = click.option("--device", default="cpu", show_default=True, help="Torch device.")
+
+
+@dataclass
+class Report:
+    """What a command has to say: ``data`` for ``--json``, ``lines`` for people."""
+
+    data: dict[str, Any]
+    lines: list[str] = field(default_factory=list)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="signed-align")
+def main() -> None:
+    """Move adapters, SAEs, vectors, training state and merges to checkpoints in other coordinates.
+
+    RMSNorm transformers define their residual coordinates only up to a permutation and a sign flip
+    of each. These commands recover that gauge, say how sure it is, and move things through it.
+    """
+
+
+def command(name: str, **attributes: Any) -> Callable[[Callable[..., Report]], click.Command]:
+    """Register a command: ``--json`` and ``--quiet``, errors in one sentence with exit code 2."""
+
+    def decorate(function: Callable[..., Report]) -> click.Command:
+        @functools.wraps(function)
+        def run(as_json: bool, quiet: bool, **arguments: Any) -> None:
+            _run(function, arguments, as_json=as_json, quiet=quiet)
+
+        run = click.option("--quiet/--no-quiet", help="No progress, no warnings.")(run)
+        run = click.option(
+            "--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else."
+        )(run)
+        return main.command(name, **attributes)(run)
+
+    return decorate
+
+
+def _run(
+    function: Callable[..., Report], arguments: dict[str, Any], *, as_json: bool, quiet: bool
+) -> None:
+    from signed_align import progress
+
+    progress.quiet.set(quiet)
+    said: list[str] = []
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if issubclass(category, SignedAlignWarning):
+            said.append(str(message))
+            if not quiet:
+                click.echo(f"warning: {message}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        warnings.simplefilter("always", SignedAlignWarning)
+        try:
+            # Libraries that print must not disturb the JSON.
+            with contextlib.redirect_stdout(sys.stderr):
+                _quiet_libraries()
+                report = function(**arguments)
+        except SignedAlignError as error:
+            if as_json:
+                click.echo(json.dumps({"error": str(error)}))
+            click.echo(f"error: {error}", err=True)
+            sys.exit(BAD_INPUT)
+    if as_json:
+        click.echo(json.dumps({**report.data, "warnings": said}, indent=2, allow_nan=False))
+    else:
+        click.echo("\n".join(report.lines))
+
+
+def _quiet_libraries() -> None:
+    import logging
+    import os
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def require_plot(plot: Path | None, force: bool, inputs: list[Path]) -> None:
+    """Raise, before the work, unless a plot may be drawn there."""
+    from signed_align.barrier import require_plottable
+    from signed_align.files import require_free
+
+    if plot is not None:
+        require_plottable(plot)
+        require_free(plot, directory=False, force=force, inputs=inputs)
+
+
+def draw(plot: Path | None, force: bool, drawing: Callable[[Path], None]) -> None:
+    """Draw the plot, if one is asked for."""
+    from signed_align.files import atomic_path
+
+    if plot is not None:
+        with atomic_path(plot, directory=False, force=force) as temporary:
+            drawing(temporary)
+
+
+def plotted(plot: Path | None) -> list[str]:
+    """Where the plot is, in lines, if one is asked for."""
+    return [f"The plot is in {plot}."] if plot else []
+
+
+def directories(*models: str) -> list[Path]:
+    """Those of the models that are local directories."""
+    return [Path(model) for model in models if Path(model).is_dir()]
+
+
+def words(text: str) -> list[str]:
+    """The words of a list with commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of a list with commas, as ``--layers`` takes them."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise SignedAlignError(f"--layers takes numbers such as 1,15,-2; got {text!r}.") from error
+
+
+def quantiles(margin: dict[str, float]) -> str:
+    """The quantiles of a margin, in words."""
+    return "  ".join(f"{name} {value:.3f}" for name, value in margin.items())
+
+
+def left_out(result: dict[str, Any]) -> list[str]:
+    """Which tensors were left out, in lines, if any were."""
+    if not result["left_out"]:
+        return []
+    return [f"  left out, being weights in the old coordinates: {', '.join(result['left_out'])}"]

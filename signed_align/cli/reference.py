@@ -1,0 +1,92 @@
+"""Commands that show: what a thing is, what moves, the demonstration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from signed_align.cli.framework import SEED, Report, command
+from signed_align.errors import SignedAlignError
+
+
+@command("inspect")
+@click.argument("thing")
+def inspect_command(thing: str) -> Report:
+    """Show what a model, a gauge, or anything that `port` moves is."""
+    from signed_align.inspection import inspect
+
+    return Report(*inspect(thing))
+
+
+@command("support")
+@click.argument("types", nargs=-1)
+@click.option("--peft", is_flag=True, help="Say which PEFT types move, and which do not and why.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print a page of documentation.")
+def support_command(types: tuple[str, ...], peft: bool, as_markdown: bool) -> Report:
+    """Prove the charts of transformers' causal language models, or of the model TYPES given.
+
+    With --peft, say which types of PEFT adapters move.
+    """
+    from signed_align.support import markdown, model_types, table
+
+    if types and as_markdown:
+        raise SignedAlignError("--markdown writes the page of all types; name none.")
+    if peft:
+        return _peft_support(types, as_markdown)
+
+    unknown = sorted(set(types) - set(model_types()))
+    if unknown:
+        raise SignedAlignError(
+            f"{unknown[0]!r} is not a causal language model type of the installed transformers."
+        )
+    entries = table(types or None)
+    width = max(len(entry.model_type) for entry in entries)
+    lines = [
+        f"{entry.model_type:{width}}  "
+        + (
+            f"{entry.native_group}: {', '.join(entry.spaces_proved)}"
+            if entry.spaces_proved
+            else f"refused: {entry.reason}"
+        )
+        for entry in entries
+    ]
+    return Report(
+        {"models": [entry.to_dict() for entry in entries]},
+        markdown(entries).splitlines() if as_markdown else lines,
+    )
+
+
+def _peft_support(types: tuple[str, ...], as_markdown: bool) -> Report:
+    from signed_align.adapters.peft_table import markdown, table
+
+    rows = table([name.upper() for name in types])
+    width = max(len(row.peft_type) for row in rows)
+    lines = [
+        f"{row.peft_type:{width}}  {row.verdict:9} {'; '.join(row.conditions)}".rstrip()
+        for row in rows
+    ]
+    return Report(
+        {"peft": [row.to_dict() for row in rows]},
+        markdown(rows).splitlines() if as_markdown else lines,
+    )
+
+
+@command("demo")
+@click.option("--model", help="Checkpoint or Hub id; by default SmolLM2-135M from the index.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("demo-out"),
+    show_default=True,
+    help="Directory for artifacts, JSON and plots; replaced if it is an earlier demo's.",
+)
+@click.option(
+    "--seed", default=0, type=SEED, show_default=True, help="Seed of twin, training and sampling."
+)
+def demo_command(model: str | None, out: Path, seed: int) -> Report:
+    """Move a LoRA, an SAE and a merge to a scrambled twin of a real model."""
+    from signed_align.demo import run_demo
+
+    results, lines = run_demo(model=model, out=out, seed=seed)
+    return Report(results, lines)
