@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from byte_llama import Training, trained
 from common import record
 from mergekit.options import MergeOptions
+from training import Training, trained
 from transformers.utils import logging
 
 from signed_align import Checkpoint, Gauge, Objective, merge, recover
@@ -141,7 +141,15 @@ def main() -> None:
     for spaces, objective, method in itertools.product(SPACES, OBJECTIVES, evidence):
         if method == "both" and len(spaces) == 1:
             continue
-        gauge = recover(a, b, method=method, objective=objective, spaces=spaces, **evidence[method])
+        gauge = recover(
+            a,
+            b,
+            method=method,
+            objective=objective,
+            spaces=spaces,
+            accept_weak=True,
+            **evidence[method],
+        )
         measure(spaces, objective, method, gauge)
     measure(SPACES[-1], "signed", "Git Re-Basin", git_re_basin(a, b))
 

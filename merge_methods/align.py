@@ -62,6 +62,13 @@ ALIGNMENT_PARAMETERS = (
         default=None,
         description="Model whose coordinates the output has; by default the base or first model",
     ),
+    ParameterSpec(
+        "accept_weak",
+        bool,
+        ParameterScope.SHARED,
+        default=False,
+        description="Merge even where no reliable gauge is found",
+    ),
 )
 
 
@@ -91,19 +98,22 @@ class GaugeBook:
         file: str | None,
         objective: str,
         spaces: str,
+        accept_weak: bool = False,
     ) -> Gauge:
         """The gauge from ``source``'s to ``target``'s coordinates.
 
         A gauge file may lead either way: the fingerprints say which. Raises GaugeError if it
-        belongs to other checkpoints.
+        belongs to other checkpoints, UnreliableGaugeError if none is found.
         """
         ends = source.identity.fingerprint, target.identity.fingerprint
-        key = (*ends, file and (file, _stamp(Path(file))), objective, spaces)
+        key = (*ends, file and (file, _stamp(Path(file))), objective, spaces, accept_weak)
         with self._lock:
             if key not in self._gauges:
                 if file is None:
                     kinds = [kind.strip() for kind in spaces.split(",")]
-                    found = recover_by_weights(source, target, Objective(objective), kinds)
+                    found = recover_by_weights(
+                        source, target, Objective(objective), kinds, accept_weak=accept_weak
+                    )
                 else:
                     found = _oriented(Gauge.load(file), source, target)
                 source.chart.require_native(found)
@@ -199,7 +209,12 @@ def _aligned(group: TensorGroup, parameters: dict[str, Any]) -> TensorGroup:
             return entry
         source = GAUGES.checkpoint(entry.id)
         gauge = GAUGES.gauge(
-            source, target, parameters["gauge"][entry.id], objective, parameters["spaces"]
+            source,
+            target,
+            parameters["gauge"][entry.id],
+            objective,
+            parameters["spaces"],
+            parameters["accept_weak"],
         )
         name, tensor = group.metadata.name or "", entry.tensor
         axes = source.chart.axes(name, tensor.shape)

@@ -121,8 +121,9 @@ def load_model(checkpoint: Checkpoint, *, head: bool, dtype: torch.dtype, device
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.utils import logging
 
-    bars = logging.is_progress_bar_enabled()
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # a load report says that the head is not used
     try:
         auto = AutoModelForCausalLM if head else AutoModel
         model, loading = auto.from_pretrained(
@@ -134,6 +135,7 @@ def load_model(checkpoint: Checkpoint, *, head: bool, dtype: torch.dtype, device
             f"{checkpoint.name} cannot be loaded on {device}: {one_line(error)}"
         ) from error
     finally:
+        logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
     missing = sorted(loading["missing_keys"])

@@ -20,6 +20,7 @@ import torch
 from signed_align.chart import CHOICES, RESIDUAL
 from signed_align.checkpoint import Checkpoint, scramble
 from signed_align.claims import CLAIMS, AnyClaim, Coordinates, TopWeights
+from signed_align.drawing import figure_in
 from signed_align.errors import ArtifactError
 from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.hooks import find_hook, width_at
@@ -387,27 +388,26 @@ def audit_lines(result: Audit) -> list[str]:
 
 def plot_audit(result: Audit, file: str | Path, title: str = "") -> None:
     """Draw Jaccard indices as bars, with a point a twin, to an image file (png, svg, pdf)."""
-    from matplotlib import pyplot
+    draw_audit(result.to_dict(), file, title)
 
-    pyplot.switch_backend("Agg")
-    figure, axis = pyplot.subplots(figsize=(8.0, 4.0), layout="constrained")
-    seen = {label: [getattr(t, way).jaccard for t in result.twins] for way, label in WAYS.items()}
+
+def draw_audit(data: Mapping[str, Any], file: str | Path, title: str = "") -> None:
+    """As :func:`plot_audit`, of an audit as :meth:`Audit.to_dict` writes it."""
+    seen = {label: [twin[way]["jaccard"] for twin in data["twins"]] for way, label in WAYS.items()}
     (stated, values), *transported = seen.items()
-    groups = [(stated, values), ("chance", [result.chance["jaccard"]]), *transported]
-    for place, (_, values) in enumerate(groups):
-        mean = statistics.fmean(values)
-        axis.bar(place, mean, width=0.6, color=("C0", "C7", "C2", "C9")[place])
-        axis.annotate(
-            f"{mean:.3f}", (place, max(values)), (0, 5), textcoords="offset points", ha="center"
-        )
-        if len(values) > 1:
-            axis.scatter([place] * len(values), values, s=12, color="black", alpha=0.4, zorder=3)
-    names = [label.replace(", ", ",\n") for label, _ in groups]
-    axis.set_xticks(range(len(groups)), names)
-    axis.set_ylabel("Jaccard index")
-    axis.set_ylim(0, 1.12)
-    axis.spines[["top", "right"]].set_visible(False)
-    if title:
-        axis.set_title(title)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    groups = [(stated, values), ("chance", [data["chance"]["jaccard"]]), *transported]
+    with figure_in(file, title) as figure:
+        axis = figure.subplots()
+        for place, (_, values) in enumerate(groups):
+            mean = statistics.fmean(values)
+            axis.bar(place, mean, width=0.6, color=("C0", "C7", "C2", "C9")[place])
+            axis.annotate(
+                f"{mean:.3f}", (place, max(values)), (0, 5), textcoords="offset points", ha="center"
+            )
+            if len(values) > 1:
+                places = [place] * len(values)
+                axis.scatter(places, values, s=12, color="black", alpha=0.4, zorder=3)
+        names = [label.replace(", ", ",\n") for label, _ in groups]
+        axis.set_xticks(range(len(groups)), names)
+        axis.set_ylabel("Jaccard index")
+        axis.set_ylim(0, 1.12)

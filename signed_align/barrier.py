@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from signed_align.activations import Batch, batches, load_model, load_tokenizer, sentences_of
 from signed_align.checkpoint import Checkpoint
+from signed_align.drawing import figure_in
 from signed_align.errors import CheckpointError, SignedAlignError, SignedAlignWarning
 from signed_align.gauge import Gauge
 from signed_align.labels import transport_all
@@ -227,21 +228,19 @@ def plot_paths(paths: dict[str, LossPath], file: str | Path, title: str = "") ->
 
     The format follows the file's suffix (png, svg, pdf).
     """
-    from matplotlib import pyplot
+    draw_paths({name: path.to_dict() for name, path in paths.items()}, file, title)
 
-    pyplot.switch_backend("Agg")
-    figure, axis = pyplot.subplots(figsize=(8.0, 4.0), layout="constrained")
-    for label, path in paths.items():
-        (line,) = axis.plot(
-            path.alphas, path.losses, marker="o", markersize=4, label=f"{label}: {path.barrier:.3f}"
-        )
-        axis.plot(path.alphas, path.chord, linestyle=":", linewidth=1, color=line.get_color())
-    axis.set_xlabel("α  (0: A, 1: B)")
-    axis.set_ylabel("loss, nats per token")
-    axis.plot([], [], linestyle=":", color="grey", label="chords")
-    figure.legend(loc="outside right upper", title="peak above chord, nats", frameon=False)
-    axis.spines[["top", "right"]].set_visible(False)
-    if title:
-        axis.set_title(title)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+
+def draw_paths(paths: Mapping[str, Mapping[str, Any]], file: str | Path, title: str = "") -> None:
+    """As :func:`plot_paths`, of paths as :meth:`LossPath.to_dict` writes them."""
+    with figure_in(file, title) as figure:
+        axis = figure.subplots()
+        for name, path in paths.items():
+            alphas, label = path["alphas"], f"{name}: {path['barrier_nats']:.3f}"
+            (line,) = axis.plot(alphas, path["losses"], marker="o", markersize=4, label=label)
+            colour = line.get_color()
+            axis.plot(alphas, path["chord"], linestyle=":", linewidth=1, color=colour)
+        axis.set_xlabel("α  (0: A, 1: B)")
+        axis.set_ylabel("loss, nats per token")
+        axis.plot([], [], linestyle=":", color="grey", label="chords")
+        figure.legend(loc="outside right upper", title="peak above chord, nats", frameon=False)

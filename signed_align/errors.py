@@ -1,5 +1,8 @@
 """The errors a user can act on. Each message says what was found, what was expected, what to do."""
 
+from collections.abc import Mapping
+from typing import Any
+
 
 def one_line(error: Exception) -> str:
     """What another library's exception says, on a single line."""
@@ -7,11 +10,33 @@ def one_line(error: Exception) -> str:
 
 
 class SignedAlignError(Exception):
-    """Bad input. The command line prints it as one sentence and exits with code 2."""
+    """Bad input. The command line prints it as one sentence and exits with ``exit_code``."""
+
+    exit_code = 2
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What ``--json`` prints beside the sentence."""
+        return {}
 
 
 class GaugeError(SignedAlignError):
     """A gauge that is malformed, of the wrong width, or not in the model's symmetry group."""
+
+
+class UnreliableGaugeError(GaugeError):
+    """No gauge that can be relied on leads between two models; ``verdict`` says what was found."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, verdict: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.verdict = dict(verdict)
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """The verdict."""
+        return {"verdict": self.verdict}
 
 
 class ChartError(SignedAlignError):

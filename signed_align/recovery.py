@@ -25,6 +25,7 @@ from signed_align.errors import CheckpointError, GaugeError
 from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.matching import Correlation, Objective, match
 from signed_align.progress import track
+from signed_align.reliability import judge, require_reliable
 from signed_align.site_matching import match_site
 from signed_align.sites import evidence_by_activations
 from signed_align.weight_matching import WeightMatching, partners_of, with_matches
@@ -39,6 +40,8 @@ class Evidence:
     """The correlation between two checkpoints' coordinates, from which gauges are read off.
 
     ``correlation`` has shape (d, d), source coordinates by target coordinates.
+    ``independent_samples`` is what its noise is judged by: a token counts once, however many of
+    its hidden states were pooled.
     """
 
     correlation: Tensor
@@ -46,16 +49,31 @@ class Evidence:
     source: ModelIdentity
     target: ModelIdentity
     provenance: Mapping[str, Any]
+    independent_samples: int
 
     def gauge(self, objective: Objective = Objective.SIGN_MARGINALIZED) -> Gauge:
-        """The gauge that ``objective`` finds, with its margins."""
-        found = match(self.correlation, objective, self.chart.native_group)
+        """The gauge that ``objective`` finds, with its margins.
+
+        Its provenance has a verdict, which is the same for every objective: whether there is a
+        gauge depends on the models.
+        """
+        group = self.chart.native_group
+        best = match(self.correlation, Objective.SIGN_MARGINALIZED, group)
+        found = (
+            best
+            if objective is Objective.SIGN_MARGINALIZED
+            else match(self.correlation, objective, group)
+        )
         return Gauge(
             elements={RESIDUAL.space: found.element},
             margins={RESIDUAL.space: found.margin},
             source=self.source,
             target=self.target,
-            provenance={**self.provenance, "objective": objective.value},
+            provenance={
+                **self.provenance,
+                "objective": objective.value,
+                "verdict": judge(best, self.independent_samples).to_dict(),
+            },
         )
 
 
@@ -72,6 +90,8 @@ def recover(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    shuffle_pairs: bool = False,
+    accept_weak: bool = False,
 ) -> Gauge:
     """Recover the gauge that leads from ``source``'s to ``target``'s coordinates.
 
@@ -102,14 +122,22 @@ def recover(
         What the models run in and on, when there is text.
     seed : int
         Chooses the sentences, if there are more than are used.
+    shuffle_pairs : bool
+        A negative control: pair each sample of the source with another sample of the target. No
+        gauge must be found.
+    accept_weak : bool
+        Return a gauge whose evidence does not speak for one.
 
     Returns
     -------
     Gauge
-        With per-coordinate margins and the fingerprints of both checkpoints.
+        With per-coordinate margins, the fingerprints of both checkpoints, and a verdict in its
+        provenance (see :mod:`signed_align.reliability`).
 
     Raises
     ------
+    UnreliableGaugeError
+        If too few coordinates of the residual stream have a partner with a clear margin.
     SignedAlignError
         If the checkpoints do not belong to one architecture, or activations are not finite.
     """
@@ -120,12 +148,21 @@ def recover(
     if method == "weights":
         if text is not None or layers is not None:
             raise GaugeError("text and layers have no part in recovering a gauge from weights.")
-        return recover_by_weights(start, end, Objective(objective), spaces)
+        return recover_by_weights(
+            start,
+            end,
+            Objective(objective),
+            spaces,
+            shuffle_pairs=shuffle_pairs,
+            seed=seed,
+            accept_weak=accept_weak,
+        )
     if method == "both" and len(kinds) == 1:
         raise GaugeError(
             "activations and weights together are for spaces beside the residual stream; name more "
             "spaces, or choose one of the two."
         )
+    _require_control_of_residual(kinds, shuffle_pairs)
     sentences = sentences_of(text)
     (evidence,) = evidence_from_activations(
         start,
@@ -136,8 +173,11 @@ def recover(
         dtype=dtype,
         device=device,
         seed=seed,
+        shuffle_pairs=shuffle_pairs,
     ).values()
     gauge = evidence.gauge(Objective(objective))
+    if not accept_weak:
+        require_reliable(gauge)
     if len(kinds) == 1:
         return gauge
     matching = WeightMatching(start, end, partners_of(start, end), kinds, Objective(objective))
@@ -161,14 +201,25 @@ def recover(
 
 
 def recover_by_weights(
-    source: Checkpoint, target: Checkpoint, objective: Objective, spaces: Sequence[str]
+    source: Checkpoint,
+    target: Checkpoint,
+    objective: Objective,
+    spaces: Sequence[str],
+    *,
+    shuffle_pairs: bool = False,
+    seed: int = 0,
+    accept_weak: bool = False,
 ) -> Gauge:
     """The gauge that weights speak for: the residual stream by embeddings, then all in turn.
 
     Parameters are as in :func:`recover`, of which this is the part that needs no text.
     """
     kinds = _kinds(source, spaces)
-    gauge = evidence_from_weights(source, target).gauge(objective)
+    _require_control_of_residual(kinds, shuffle_pairs)
+    evidence = evidence_from_weights(source, target, shuffle_pairs=shuffle_pairs, seed=seed)
+    gauge = evidence.gauge(objective)
+    if not accept_weak:
+        require_reliable(gauge)
     if len(kinds) == 1:
         return gauge
     return WeightMatching(source, target, partners_of(source, target), kinds, objective).run(gauge)
@@ -181,15 +232,25 @@ def _kinds(checkpoint: Checkpoint, spaces: Sequence[str]) -> tuple[str, ...]:
     return kinds
 
 
+def _require_control_of_residual(kinds: Sequence[str], shuffle_pairs: bool) -> None:
+    if shuffle_pairs and len(kinds) > 1:
+        raise GaugeError(
+            "shuffled pairs are a control of the residual stream; name no other spaces with them."
+        )
+
+
 def _token_limit(checkpoint: Checkpoint, asked: int | None) -> int:
     return TOKENS_PER_COORDINATE * checkpoint.chart.width if asked is None else asked
 
 
-def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:
+def evidence_from_weights(
+    source: Checkpoint, target: Checkpoint, *, shuffle_pairs: bool = False, seed: int = 0
+) -> Evidence:
     """Correlate coordinates over the rows of embedding and unembedding, streamed in blocks.
 
     Rows are tokens that both vocabularies have. Rows that are zero, or whose norm is massive, are
-    left out: they are placeholders, not evidence.
+    left out: they are placeholders, not evidence. ``shuffle_pairs`` and ``seed`` are as in
+    :func:`recover`.
     """
     chart = _common_chart(source, target)
     # the bare model class leaves out the prefix that the causal-LM class puts in front
@@ -199,6 +260,7 @@ def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:
             f"{source.name} and {target.name} share no embedding or unembedding matrix."
         )
     correlation = Correlation(chart.width)
+    pair = _Pairing(shuffle_pairs, seed)
     left_out = 0
     moved = _moved_tokens(source, target)
     for name, partner in names.items():
@@ -206,13 +268,14 @@ def evidence_from_weights(source: Checkpoint, target: Checkpoint) -> Evidence:
         for x, y in track(pairs, f"reading {name}", unit="block"):
             kept = typical(x, y)
             left_out += len(kept) - int(kept.sum())
-            correlation.add(x[kept], y[kept], stream=name)
+            correlation.add(x[kept], pair(y[kept]), stream=name)
     return _evidence(
         correlation,
         chart,
         source,
         target,
-        {"method": "weights", "matrices": list(names), "left_out": left_out},
+        {"method": "weights", "matrices": list(names), "left_out": left_out} | pair.provenance,
+        correlation.samples,
     )
 
 
@@ -226,6 +289,7 @@ def evidence_from_activations(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    shuffle_pairs: bool = False,
 ) -> dict[str, Evidence]:
     """Correlate coordinates over tokens, once per group of hidden states, in one pass over text.
 
@@ -237,7 +301,7 @@ def evidence_from_activations(
         Calibration text.
     layer_groups : mapping of str to sequence of int or None
         Which hidden states are pooled into which correlation; None means all of them.
-    max_tokens, dtype, device, seed
+    max_tokens, dtype, device, seed, shuffle_pairs
         As in :func:`recover`.
 
     Returns
@@ -269,6 +333,7 @@ def evidence_from_activations(
     groups = {name: _resolve_layers(chosen, states) for name, chosen in layer_groups.items()}
     correlations = {name: Correlation(size) for name in groups}
     seen = dict.fromkeys(groups, 0)
+    pair = _Pairing(shuffle_pairs, seed)
     for batch in track(todo, "running both models", unit="batch"):
         for state, x, y in paired_hidden_states(source_model, target_model, batch.to(device)):
             members = [name for name, chosen in groups.items() if state in chosen]
@@ -277,7 +342,7 @@ def evidence_from_activations(
             kept = typical(x, y)
             for name in members:
                 seen[name] += len(kept)
-                correlations[name].add(x[kept], y[kept], stream=str(state))
+                correlations[name].add(x[kept], pair(y[kept]), stream=str(state))
     return {
         name: _evidence(
             correlation,
@@ -289,7 +354,9 @@ def evidence_from_activations(
                 "layers": groups[name],
                 "tokens": tokens,
                 "left_out": seen[name] - correlation.samples,
-            },
+            }
+            | pair.provenance,
+            min(tokens, correlation.samples),
         )
         for name, correlation in correlations.items()
     }
@@ -301,6 +368,7 @@ def _evidence(
     source: Checkpoint,
     target: Checkpoint,
     provenance: dict[str, Any],
+    independent_samples: int,
 ) -> Evidence:
     if not correlation.samples:
         raise GaugeError("no usable sample is left to recover a gauge from.")
@@ -310,7 +378,25 @@ def _evidence(
         source=source.identity,
         target=target.identity,
         provenance={**provenance, "samples": correlation.samples},
+        independent_samples=independent_samples,
     )
+
+
+class _Pairing:
+    """Which samples of the target go with those of the source: the same, or in a control others."""
+
+    def __init__(self, shuffled: bool, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed) if shuffled else None
+
+    def __call__(self, samples: Tensor) -> Tensor:
+        if self._generator is None:
+            return samples
+        return samples[torch.randperm(len(samples), generator=self._generator)]
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What a gauge says of it."""
+        return {} if self._generator is None else {"control": "shuffled pairs"}
 
 
 def _common_chart(source: Checkpoint, target: Checkpoint) -> Chart:

@@ -212,6 +212,11 @@ class SignedPermutation:
         perm = torch.argsort(self.perm)
         return SignedPermutation(perm, self.sign[perm])
 
+    @property
+    def displaced(self) -> Tensor:
+        """Which target coordinates come from elsewhere or change their sign, shape (d,), bool."""
+        return (self.perm != torch.arange(self.size)) | (self.sign < 0)
+
     def as_matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The orthogonal d × d matrix G with ``x_target = x_source @ G``."""
         matrix = torch.zeros(self.size, self.size, dtype=dtype)

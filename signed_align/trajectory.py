@@ -31,12 +31,17 @@ from signed_align.activations import (
 )
 from signed_align.chart import RESIDUAL
 from signed_align.checkpoint import INCOMPLETE_NAME, Checkpoint
+from signed_align.drawing import figure_in
 from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
 from signed_align.gauge import WEAK_MARGIN, Gauge, margin_quantiles
 from signed_align.matching import Correlation
 from signed_align.progress import track
 from signed_align.recovery import TOKENS_PER_COORDINATE, Evidence, evidence_from_weights
+from signed_align.reliability import Verdict, judge_path, require_reliable
 from signed_align.signed_permutation import SignedPermutation
+
+LOST_MARGIN = 0.0
+"""Below this, on some step, another candidate was better than the partner a coordinate got."""
 
 IN_MEMORY_BYTES = 256 * 2**20
 """Activations of one checkpoint that are larger than this wait in a temporary file."""
@@ -70,8 +75,7 @@ class Step:
 
     def to_dict(self) -> dict[str, Any]:
         """The step as JSON: its ends, its margins, and what has been lost so far."""
-        element = self.gauge.element(RESIDUAL.space)
-        moved = (element.perm != torch.arange(element.size)) | (element.sign < 0)
+        moved = self.gauge.element(RESIDUAL.space).displaced
         return {
             "source": _name(self.gauge, "source"),
             "target": _name(self.gauge, "target"),
@@ -138,9 +142,7 @@ class Trajectory:
         """The base's coordinates that do not come back to themselves with sign +1."""
         if self.holonomy is None:
             return None
-        element = self.holonomy.element(RESIDUAL.space)
-        away = (element.perm != torch.arange(element.size)) | (element.sign < 0)
-        return _indices(away)
+        return _indices(self.holonomy.element(RESIDUAL.space).displaced)
 
     @property
     def baselines(self) -> dict[str, Gauge]:
@@ -149,9 +151,11 @@ class Trajectory:
         return {name: gauge for name, gauge in found.items() if gauge is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """The trajectory as JSON: steps, lost, baselines, holonomy, accuracy."""
+        """The trajectory as JSON: size, base, steps, lost, baselines, holonomy, accuracy."""
         away = self.not_returned
         return {
+            "size": self.size,
+            "base": self.base,
             "steps": [step.to_dict() for step in self.steps],
             "lost": self.lost,
             "lost_below": self.lost_below,
@@ -173,11 +177,12 @@ def transport_along(
     method: Literal["activations", "weights"] = "activations",
     text: str | Path | Sequence[str] | None = None,
     truth: Truth | None = None,
-    lost_below: float = WEAK_MARGIN,
+    lost_below: float = LOST_MARGIN,
     max_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    accept_weak: bool = False,
 ) -> Trajectory:
     """Recover the gauge of the residual stream by composing gauges between neighbours.
 
@@ -201,13 +206,15 @@ def transport_along(
         if it is the identity, so is every step, since it holds all along the path.
     lost_below : float
         A coordinate whose margin falls below this on the way is lost: it keeps its place, and is
-        listed.
+        listed. Below 0, the default, another candidate was better than the partner it got.
     max_tokens : int, optional
         Calibration tokens to use at most; 8 per residual coordinate by default.
     dtype, device
         What the models run in and on.
     seed : int
         Chooses the sentences, if there are more than are used.
+    accept_weak : bool
+        Return a gauge with a step whose evidence does not speak for one.
 
     Returns
     -------
@@ -216,6 +223,8 @@ def transport_along(
 
     Raises
     ------
+    UnreliableGaugeError
+        If on some step too few coordinates have a partner with a clear margin.
     SignedAlignError
         If there is no path, the checkpoints do not belong to one architecture or have different
         tokenizers, or activations are not finite.
@@ -263,6 +272,8 @@ def transport_along(
         from_base = reduce(Gauge.then, (step.gauge for step in steps[base:]))
         holonomy = to_base.inverse().then(endpoint).then(from_base.inverse())
     gauge = _with_provenance(steps, method, lost_below)
+    if not accept_weak:
+        require_reliable(gauge)
     found = {"transport": gauge, "endpoint": endpoint, "via_base": via_base}
     result = Trajectory(
         gauge=gauge,
@@ -317,36 +328,34 @@ def plot_trajectory(trajectory: Trajectory, file: str | Path, title: str = "") -
     The format follows the file's suffix (png, svg, pdf). Accuracy is that of signs, which counts
     only where the permutation is right; where it is known at the end alone, it is a point.
     """
-    from matplotlib import pyplot
+    draw_trajectory(trajectory.to_dict(), file, title)
 
-    pyplot.switch_backend("Agg")
-    figure, axis = pyplot.subplots(figsize=(8.0, 4.0), layout="constrained")
-    steps, last = trajectory.steps, len(trajectory.steps)
-    kept = [1.0, *(1 - step.lost / trajectory.size for step in steps)]
-    axis.plot(range(last + 1), kept, marker="o", markersize=4, label=f"not lost: {kept[-1]:.3f}")
-    if trajectory.accuracy:
-        scores = {name: one["sign_accuracy"] for name, one in trajectory.accuracy.items()}
-        places = [n for n, step in enumerate(steps, 1) if step.accuracy] or [last]
-        values = [step.accuracy["sign_accuracy"] for step in steps if step.accuracy]
-        end = scores.pop("transport")
-        axis.plot(
-            places, values or [end], marker="s", markersize=4, label=f"transport right: {end:.3f}"
-        )
+
+def draw_trajectory(data: Mapping[str, Any], file: str | Path, title: str = "") -> None:
+    """As :func:`plot_trajectory`, of a trajectory as :meth:`Trajectory.to_dict` writes it."""
+    steps, last = data["steps"], len(data["steps"])
+    kept = [1.0, *(1 - step["lost"] / data["size"] for step in steps)]
+    scores = {name: one["sign_accuracy"] for name, one in data["accuracy"].items()}
+    known = {n: step["sign_accuracy"] for n, step in enumerate(steps, 1) if "sign_accuracy" in step}
+    with figure_in(file, title) as figure:
+        axis = figure.subplots()
+        label = f"not lost: {kept[-1]:.3f}"
+        axis.plot(range(last + 1), kept, marker="o", markersize=4, label=label)
+        if scores:
+            end = scores.pop("transport")
+            known = known or {last: end}
+            label = f"transport right: {end:.3f}"
+            axis.plot(list(known), list(known.values()), marker="s", markersize=4, label=label)
         for (name, value), colour in zip(scores.items(), ("C2", "C3"), strict=False):
             label = f"{name.replace('_', ' ')} right: {value:.3f}"
             axis.axhline(value, linestyle=":", linewidth=1, color=colour, label=label)
-    if trajectory.base is not None:
-        axis.axvline(trajectory.base, linestyle="--", linewidth=1, color="grey", label="base")
-    axis.set_xlabel("steps along the path")
-    axis.set_ylabel("share of coordinates")
-    axis.set_ylim(-0.02, 1.02)
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(loc="outside right upper", frameon=False)
-    axis.spines[["top", "right"]].set_visible(False)
-    if title:
-        axis.set_title(title)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+        if data["base"] is not None:
+            axis.axvline(data["base"], linestyle="--", linewidth=1, color="grey", label="base")
+        axis.set_xlabel("steps along the path")
+        axis.set_ylabel("share of coordinates")
+        axis.set_ylim(-0.02, 1.02)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        figure.legend(loc="outside right upper", frameon=False)
 
 
 # ---- the path ------------------------------------------------------------------------------------
@@ -528,6 +537,7 @@ def _match(
             "left_out": seen - correlation.samples,
             "samples": correlation.samples,
         },
+        independent_samples=min(sum(batch.tokens for batch in todo), correlation.samples),
     ).gauge()
 
 
@@ -601,14 +611,19 @@ def _with_provenance(steps: Sequence[Step], method: str, lost_below: float) -> G
     common = {
         key: value
         for key, value in steps[0].gauge.provenance.items()
-        if key not in ("method", "left_out", "samples")
+        if key not in ("method", "left_out", "samples", "verdict")
     }
+    verdicts = [verdict for step in steps if (verdict := Verdict.of(step.gauge)) is not None]
+    verdict = judge_path(
+        verdicts, composed.element(RESIDUAL.space), composed.margins[RESIDUAL.space]
+    )
     return replace(
         composed,
         provenance={
             "method": "transport",
             "from": method,
             **common,
+            "verdict": verdict.to_dict(),
             "lost_below": lost_below,
             "lost": _lost(composed, lost_below),
             "path": [_name(steps[0].gauge, "source"), *(_name(s.gauge, "target") for s in steps)],

@@ -100,7 +100,7 @@ def test_every_registered_method_has_an_aligned_variant():
         inner, aligned = get(name).spec, get(f"signed_align_{name}").spec
         assert aligned.parameters[: len(inner.parameters)] == inner.parameters
         added = [parameter.name for parameter in aligned.parameters[len(inner.parameters) :]]
-        assert added == ["gauge", "objective", "spaces", "reference"]
+        assert added == ["gauge", "objective", "spaces", "reference", "accept_weak"]
         assert aligned.contract == inner.contract
     assert get("signed_align").inner is get("linear")
 
@@ -215,7 +215,7 @@ def test_a_gauge_is_computed_once_whatever_thread_asks(family, monkeypatch):
     original = GAUGES.__class__.gauge.__globals__["recover_by_weights"]
     monkeypatch.setattr(
         "signed_align.merge_methods.align.recover_by_weights",
-        lambda *models: calls.append(models) or original(*models),
+        lambda *models, **options: calls.append(models) or original(*models, **options),
     )
     GAUGES.forget()
     twin, base = (ModelReference.parse(str(family / name)) for name in ("twin", "base"))

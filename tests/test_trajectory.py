@@ -445,7 +445,7 @@ def test_the_command_along_two_runs(runs, tmp_path):
     lines = run(*arguments, "-o", tmp_path / "h").stdout
     assert "along 9 checkpoints, from activations" in lines
     assert "far-b/checkpoint-100" in lines
-    assert f"lost (margin < 0.05 on the way): {len(data['lost'])} of 48" in lines
+    assert f"lost (margin < 0 on the way): {len(data['lost'])} of 48" in lines
     assert "holonomy: 0." in lines
     names = [step["target"] for step in data["steps"]]
     assert data["provenance"]["path"] == [str(runs / "far-a" / "checkpoint-100"), *names]

@@ -45,6 +45,11 @@ spaces_option = click.option(
 plot_option = click.option(
     "--plot", type=click.Path(path_type=Path), help="Image file (png, svg, pdf)."
 )
+accept_weak_option = click.option(
+    "--accept-weak",
+    is_flag=True,
+    help="Go on where no reliable gauge is found, instead of ending with exit code 3.",
+)
 device_option = click.option("--device", default="cpu", show_default=True, help="Torch device.")
 
 
@@ -67,7 +72,7 @@ def main() -> None:
 
 
 def command(name: str, **attributes: Any) -> Callable[[Callable[..., Report]], click.Command]:
-    """Register a command: ``--json`` and ``--quiet``, errors in one sentence with exit code 2."""
+    """Register a command: ``--json``, ``--quiet``, errors in a sentence with an exit code."""
 
     def decorate(function: Callable[..., Report]) -> click.Command:
         @functools.wraps(function)
@@ -107,9 +112,9 @@ def _run(
                 report = function(**arguments)
         except SignedAlignError as error:
             if as_json:
-                click.echo(json.dumps({"error": str(error)}))
+                click.echo(json.dumps({"error": str(error), **error.details}, allow_nan=False))
             click.echo(f"error: {error}", err=True)
-            sys.exit(BAD_INPUT)
+            sys.exit(error.exit_code)
     if as_json:
         click.echo(json.dumps({**report.data, "warnings": said}, indent=2, allow_nan=False))
     else:

@@ -11,6 +11,7 @@ from signed_align.cli.framework import (
     POSITIVE,
     SEED,
     Report,
+    accept_weak_option,
     command,
     device_option,
     directories,
@@ -50,6 +51,12 @@ OBJECTIVES = ["sign_marginalized", "signed", "permutation"]
     "--tokens", type=POSITIVE, help="Calibration tokens at most; by default 8 a coordinate."
 )
 @click.option("--truth", type=click.Path(path_type=Path), help="True gauge, to score against.")
+@click.option(
+    "--shuffle-pairs",
+    is_flag=True,
+    help="A negative control: pair each sample of SOURCE with another of TARGET.",
+)
+@accept_weak_option
 @device_option
 @existing_output
 def gauge_command(
@@ -63,14 +70,21 @@ def gauge_command(
     layers: str | None,
     tokens: int | None,
     truth: Path | None,
+    shuffle_pairs: bool,
+    accept_weak: bool,
     device: str,
     force: bool,
 ) -> Report:
-    """Recover the gauge that leads from SOURCE's to TARGET's coordinates."""
+    """Recover the gauge that leads from SOURCE's to TARGET's coordinates.
+
+    Where the evidence speaks for no gauge, as between unrelated models, nothing is written and the
+    exit code is 3.
+    """
     from signed_align.checkpoint import Checkpoint
     from signed_align.files import require_free
     from signed_align.gauge import Gauge, by_kind
     from signed_align.recovery import recover
+    from signed_align.reliability import Verdict
 
     require_free(out, directory=False, force=force, inputs=directories(source, target))
     true_gauge = Gauge.load(truth) if truth is not None else None
@@ -89,15 +103,26 @@ def gauge_command(
         spaces=words(spaces),
         max_tokens=tokens,
         device=device,
+        shuffle_pairs=shuffle_pairs,
+        accept_weak=accept_weak,
     )
     gauge.save(out, force=force)
     summary = gauge.summary()
+    verdict = Verdict.of(gauge)
+    assert verdict is not None
     residual = summary["spaces"]["residual"]
     kinds = by_kind(gauge, true_gauge)
-    data = {"gauge": str(out), "margin": residual["margin"], "kinds": kinds, **summary}
+    data = {
+        "gauge": str(out),
+        "verdict": verdict.to_dict(),
+        "margin": residual["margin"],
+        "kinds": kinds,
+        **summary,
+    }
     lines = [
         f"Recovered a gauge of {residual['size']} residual coordinates from "
         f"{summary['provenance']['method']} ({objective}); it is in {out}.",
+        f"  {verdict}",
     ]
     for kind, entry in kinds.items():
         count = f" in {entry['spaces']} spaces" if entry["spaces"] > 1 else ""
@@ -146,11 +171,12 @@ def gauge_command(
 @click.option(
     "--lost-below",
     type=float,
-    default=0.05,
+    default=0.0,
     show_default=True,
-    help="A coordinate is lost when its margin falls below this.",
+    help="A coordinate is lost when its margin falls below this; below 0, another was better.",
 )
 @click.option("--truth", help="True gauge, to score against; or the word identity.")
+@accept_weak_option
 @plot_option
 @device_option
 @existing_output
@@ -164,6 +190,7 @@ def transport_command(
     tokens: int | None,
     lost_below: float,
     truth: str | None,
+    accept_weak: bool,
     plot: Path | None,
     device: str,
     force: bool,
@@ -171,7 +198,8 @@ def transport_command(
     """Recover the gauge from the first of CHECKPOINTS to the last, neighbour by neighbour.
 
     Gauges between neighbours are composed; a coordinate whose margin collapses on the way is
-    listed as lost. Matching the ends directly is reported beside it, and with --runs also matching
+    listed as lost. Where the evidence of a step speaks for no gauge, nothing is written and the
+    exit code is 3. Matching the ends directly is reported beside it, and with --runs also matching
     via the base, and which coordinates come back to themselves on the way round.
     """
     from signed_align.files import require_free
@@ -200,6 +228,7 @@ def transport_command(
         lost_below=lost_below,
         max_tokens=tokens,
         device=device,
+        accept_weak=accept_weak,
     )
     gauge = trajectory.gauge
     gauge.save(out, force=force)

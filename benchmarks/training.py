@@ -1,5 +1,9 @@
-"""Small Llamas on bytes, trained here: what benchmarks about training, not scrambling, run on."""
+"""Models trained here: what benchmarks about training, not scrambling, run on.
 
+Small Llamas on bytes, from random weights or on from an earlier one; and fine-tunes of any model.
+"""
+
+import copy
 import itertools
 import json
 import math
@@ -11,7 +15,14 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 # A token a byte: the vocabulary is the byte alphabet, and nothing is merged.
 ARCHITECTURE = {
@@ -32,8 +43,10 @@ ARCHITECTURE = {
 class Training:
     """What a model is trained with.
 
-    ``schedule`` is what the learning rate does after the warm-up: ``cosine`` takes it to 0,
-    ``constant`` leaves it. ``save_every`` is a number of steps; without it only the end is saved.
+    The weights depend on ``threads``, not on how many cores there are. Gradients are clipped to a
+    norm of ``clip``. ``schedule`` is what the learning rate does after the warm-up: ``cosine``
+    takes it to 0, ``constant`` leaves it. ``save_every`` is a number of steps; without it only the
+    end is saved. ``architecture`` is that of a model that starts from random weights.
     """
 
     seed: int
@@ -42,9 +55,13 @@ class Training:
     context: int = 128
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
     warmup: float = 0.05
+    clip: float | None = 1.0
     schedule: str = "cosine"
     save_every: int | None = None
+    save_dtype: str = "float32"
+    threads: int = 1
     architecture: dict[str, Any] = field(default_factory=lambda: ARCHITECTURE)
 
 
@@ -63,21 +80,24 @@ def trained(
 ) -> float:
     """Train a model and save it with its tokenizer, unless that was done; its last loss.
 
-    With ``save_every`` the directory is laid out as transformers' Trainer does, in directories
-    ``checkpoint-N``; otherwise it is the model.
+    It starts from random weights, on bytes, or from the checkpoint ``start``. With ``save_every``
+    the directory is laid out as transformers' Trainer does, in directories ``checkpoint-N``;
+    otherwise it is the model.
     """
     note = directory.with_suffix(".json")
-    asked = {"training": asdict(training), "start": str(start)}
+    asked = json.loads(json.dumps({"training": asdict(training), "start": str(start)}))
     if note.is_file():
         found = json.loads(note.read_text())
         if {key: found[key] for key in asked} == asked:
             return found["train_loss"]
     note.unlink(missing_ok=True)
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer() if start is None else AutoTokenizer.from_pretrained(start)
+    dtype = getattr(torch, training.save_dtype)
 
-    def save(model: LlamaForCausalLM, step: int) -> None:
+    def save(model: PreTrainedModel, step: int) -> None:
         place = directory / f"checkpoint-{step}" if training.save_every else directory
-        model.save_pretrained(place)
+        kept = model if model.dtype == dtype else copy.deepcopy(model).to(dtype)
+        kept.save_pretrained(place)
         tokenizer.save_pretrained(place)
 
     stream = torch.tensor(tokenizer("\n".join(sentences))["input_ids"])
@@ -86,7 +106,7 @@ def trained(
         losses.append(loss)
         if step == training.steps or (training.save_every and step % training.save_every == 0):
             save(model, step)
-        if step % 100 == 0:
+        if step % max(1, training.steps // 15) == 0:
             print(f"{directory}, step {step}: {loss:.3f}", flush=True)
     last = losses[-max(1, training.steps // 20) :]
     train_loss = sum(last) / len(last)
@@ -96,19 +116,15 @@ def trained(
 
 def train(
     training: Training, stream: Tensor, start: Path | None = None
-) -> Iterator[tuple[int, LlamaForCausalLM, float]]:
-    """Train on random windows of ``stream``; per step its number, the model and its loss.
-
-    From random weights, or from those in ``start``. On one thread, so that the weights do not
-    depend on how many there are.
-    """
+) -> Iterator[tuple[int, PreTrainedModel, float]]:
+    """Train on random windows of ``stream``; per step its number, the model and its loss."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(training.threads)
     torch.manual_seed(training.seed)
     model = (
         LlamaForCausalLM(LlamaConfig(**training.architecture))
         if start is None
-        else LlamaForCausalLM.from_pretrained(start)
+        else AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     ).train()
     optimizer = torch.optim.AdamW(
         [
@@ -116,7 +132,7 @@ def train(
             {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
         ],
         lr=training.learning_rate,
-        betas=(0.9, 0.95),
+        betas=training.betas,
         weight_decay=training.weight_decay,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -126,7 +142,8 @@ def train(
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if training.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
         optimizer.step()
         schedule.step()
         yield step, model, loss.item()

@@ -1,0 +1,154 @@
+"""Whether there is a gauge between two models at all, and whether it moves anything.
+
+An assignment always finds partners, between unrelated models too. What tells a partner from the
+best of many strangers is its margin: by how far its correlation exceeds that of every other
+candidate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from signed_align.errors import UnreliableGaugeError
+from signed_align.gauge import WEAK_MARGIN, Gauge
+from signed_align.matching import Match
+from signed_align.signed_permutation import SignedPermutation
+
+NOISE_FACTOR = 2.0
+"""A margin is sure above this many standard deviations, 1/√n, of a correlation of n samples.
+
+Between unrelated samples, independent or driven by a few common factors, less than a third of the
+coordinates have a margin above it.
+"""
+
+RELIABLE_SHARE = 0.5
+"""A gauge is reliable if at least this share of its coordinates is sure."""
+
+
+class Finding(str, Enum):
+    """What the evidence says of two models' residual coordinates."""
+
+    SAME_COORDINATES = "same_coordinates"
+    """Every sure coordinate stays where it is, with its sign: artifacts fit as they are."""
+
+    GAUGE = "gauge"
+    """Most coordinates have a sure partner, and some move."""
+
+    NO_GAUGE = "no_gauge"
+    """Too few coordinates have a sure partner: the models may be unrelated."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a recovered gauge is worth.
+
+    Parameters
+    ----------
+    finding : Finding
+        The verdict.
+    sure_fraction : float
+        The share of coordinates whose margin is at least ``needed_margin``; along a path, on its
+        weakest step.
+    needed_margin : float
+        The margin, in |correlation|, above which a partner is sure at this number of samples.
+    moved_fraction : float
+        The share of coordinates that are sure and move, or change their sign.
+    """
+
+    finding: Finding
+    sure_fraction: float
+    needed_margin: float
+    moved_fraction: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict as JSON, as it stands in a gauge's provenance."""
+        return {
+            "finding": self.finding.value,
+            "sure_fraction": self.sure_fraction,
+            "needed_margin": self.needed_margin,
+            "moved_fraction": self.moved_fraction,
+        }
+
+    @classmethod
+    def of(cls, gauge: Gauge) -> Verdict | None:
+        """The verdict that a gauge was recovered with; None if it was constructed."""
+        recorded = gauge.provenance.get("verdict")
+        if recorded is None:
+            return None
+        return cls(**{**recorded, "finding": Finding(recorded["finding"])})
+
+    def __str__(self) -> str:
+        found = (
+            f"{self.sure_fraction:.0%} of the coordinates have a partner with a margin of "
+            f"{self.needed_margin:.3f} or more"
+        )
+        if self.finding is Finding.SAME_COORDINATES:
+            return (
+                f"same coordinates: {found}, and each of these is itself; artifacts fit as they are"
+            )
+        if self.finding is Finding.GAUGE:
+            return f"a gauge: {found}"
+        return f"no reliable gauge: only {found}"
+
+
+def judge(found: Match, samples: int) -> Verdict:
+    """Say what a sign-marginalised match is worth.
+
+    Parameters
+    ----------
+    found : Match
+        What the assignment found: element and margins of d coordinates.
+    samples : int
+        How many independent samples the correlation rests on: tokens of text, or rows of token
+        matrices.
+    """
+    needed = max(WEAK_MARGIN, NOISE_FACTOR / math.sqrt(max(samples, 1)))
+    sure = found.margin >= needed
+    return _verdict(float(sure.double().mean()), needed, sure & found.element.displaced)
+
+
+def judge_path(steps: Sequence[Verdict], composed: SignedPermutation, margin: Tensor) -> Verdict:
+    """Say what a composition is worth: as much as its weakest step.
+
+    Parameters
+    ----------
+    steps : sequence of Verdict
+        The verdicts of the steps.
+    composed : SignedPermutation
+        Their composition, on d coordinates.
+    margin : Tensor, shape (d,)
+        The smallest margin along the path of each target coordinate.
+    """
+    needed = max(step.needed_margin for step in steps)
+    weakest = min(step.sure_fraction for step in steps)
+    return _verdict(weakest, needed, (margin >= needed) & composed.displaced)
+
+
+def _verdict(share: float, needed: float, moved: Tensor) -> Verdict:
+    if share < RELIABLE_SHARE:
+        finding = Finding.NO_GAUGE
+    else:
+        finding = Finding.GAUGE if bool(moved.any()) else Finding.SAME_COORDINATES
+    return Verdict(finding, share, needed, float(moved.double().mean()))
+
+
+def require_reliable(gauge: Gauge) -> None:
+    """Raise UnreliableGaugeError if a gauge was recovered from evidence that speaks for none."""
+    verdict = Verdict.of(gauge)
+    if verdict is None or verdict.finding is not Finding.NO_GAUGE:
+        return
+    source, target = (end.name if end else "a model" for end in (gauge.source, gauge.target))
+    raise UnreliableGaugeError(
+        f"no reliable gauge leads from {source} to {target}: {verdict.sure_fraction:.0%} of the "
+        f"coordinates have a partner with a margin of {verdict.needed_margin:.3f} or more, and "
+        f"{RELIABLE_SHARE:.0%} are needed. The models may be unrelated, rotated against each "
+        "other, or trained too far apart; more text, other evidence or checkpoints in between "
+        "may help, and accepting weak gauges takes it as it is.",
+        verdict.to_dict(),
+    )
