@@ -20,7 +20,7 @@ from tests.test_sae import build as build_sae
 
 COMMANDS = [
     "demo", "scramble", "gauge", "apply", "port", "merge", "barrier", "evaluate", "inspect",
-    "steer", "support", "transport", "audit",
+    "steer", "support", "transport", "audit", "report",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Commands that show: what a thing is, what moves, the demonstration."""
+"""Commands that show: what a thing is, what moves, results on a page, the demonstration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from signed_align.cli.framework import SEED, Report, command
+from signed_align.cli.framework import SEED, Report, command, existing_output
 from signed_align.errors import SignedAlignError
 
 
@@ -69,6 +69,32 @@ def _peft_support(types: tuple[str, ...], as_markdown: bool) -> Report:
     return Report(
         {"peft": [row.to_dict() for row in rows]},
         markdown(rows).splitlines() if as_markdown else lines,
+    )
+
+
+@command("report")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--out", required=True, type=click.Path(path_type=Path), help="HTML page to write."
+)
+@click.option("--title", default="", help="Heading of the page.")
+@existing_output
+def report_command(directory: Path, out: Path, title: str, force: bool) -> Report:
+    """Gather the JSON outputs and gauge files in DIRECTORY in one HTML page with plots.
+
+    The page is self-contained; its plots also lie beside it as PNG files, in a directory that is
+    named after it.
+    """
+    from signed_align.report import report
+
+    result = report(directory, out, title=title, force=force)
+    return Report(
+        result,
+        [
+            f"The page {out} shows {len(result['files'])} files, "
+            f"with {len(result['plots'])} plots.",
+            *(f"  skipped {row['file']}: {row['reason']}" for row in result["skipped"]),
+        ],
     )
 
 
