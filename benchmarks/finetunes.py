@@ -26,6 +26,16 @@ HOT = replace(
 QUICK_STEPS = 4
 
 
+def directory(work: Path, quick: bool) -> Path:
+    """Where the fine-tunes are kept."""
+    return work / ("finetunes-quick" if quick else "finetunes")
+
+
+def hot(*, quick: bool = False) -> Training:
+    """How the hot runs are trained."""
+    return replace(HOT, steps=QUICK_STEPS, save_every=QUICK_STEPS // 2) if quick else HOT
+
+
 def base() -> Path:
     """The model that all start from."""
     return smollm2()
@@ -39,7 +49,7 @@ def light(work: Path, *, quick: bool = False) -> Path:
 
 def hot_runs(work: Path, *, quick: bool = False) -> tuple[Path, Path]:
     """Two hot runs, on movie reviews and on tweets, each a directory of checkpoints."""
-    training = replace(HOT, steps=QUICK_STEPS, save_every=QUICK_STEPS // 2) if quick else HOT
+    training = hot(quick=quick)
     reviews = _tuned(work / "hot-reviews", training, [row.text for row in movie_reviews()])
     other = replace(training, seed=training.seed + 1)
     return reviews, _tuned(work / "hot-tweets", other, [row.text for row in tweets()])

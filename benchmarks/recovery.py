@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import finetunes
 import torch
 from common import RESULTS, record
-from finetunes import base, light
 from torch import Tensor
 
 from signed_align import Checkpoint, Gauge, SignedPermutation, apply, scramble
@@ -89,12 +89,15 @@ def grid(
 
 def noisy(work: Path, root: Path, tokens: tuple[int, ...], quick: bool) -> list[dict[str, Any]]:
     """The grid for each noise; every noise has the same true gauge."""
-    tuned = light(work, quick=quick)
+    tuned = finetunes.light(work, quick=quick)
     makers: dict[str, tuple[Callable[[], Path], torch.dtype]] = {
-        "none": (base, torch.float32),
-        "bfloat16 arithmetic": (base, torch.bfloat16),
-        "8-bit weights": (lambda: quantised(base(), root / "int8", 8), torch.float32),
-        "4-bit weights": (lambda: quantised(base(), root / "int4", 4, INT4_GROUP), torch.float32),
+        "none": (finetunes.base, torch.float32),
+        "bfloat16 arithmetic": (finetunes.base, torch.bfloat16),
+        "8-bit weights": (lambda: quantised(finetunes.base(), root / "int8", 8), torch.float32),
+        "4-bit weights": (
+            lambda: quantised(finetunes.base(), root / "int4", 4, INT4_GROUP),
+            torch.float32,
+        ),
         "fine-tuned": (lambda: tuned, torch.float32),
     }
     rows = []
@@ -103,14 +106,14 @@ def noisy(work: Path, root: Path, tokens: tuple[int, ...], quick: bool) -> list[
         twin = root / "twin"
         made = make()
         element = scramble(made, twin, seed=0, force=True)
-        rows += grid(noise, base(), twin, element, tokens, dtype)
+        rows += grid(noise, finetunes.base(), twin, element, tokens, dtype)
         print(f"{noise}: {time.perf_counter() - start:.0f} s", flush=True)
     return rows
 
 
 def ceiling(root: Path, fractions: tuple[float, ...], tokens: int) -> list[dict[str, Any]]:
     """Accuracy of the three objectives on twins with a given share of positive signs."""
-    source = Checkpoint.open(base())
+    source = Checkpoint.open(finetunes.base())
     size = source.chart.width
     rows = []
     for number, fraction in enumerate(fractions):
@@ -119,7 +122,7 @@ def ceiling(root: Path, fractions: tuple[float, ...], tokens: int) -> list[dict[
         sign = torch.ones(size, dtype=torch.int8)
         sign[torch.randperm(size, generator=generator)[round(fraction * size) :]] = -1
         truth = Gauge({"residual": SignedPermutation(perm, sign)}, source=source.identity)
-        apply(truth, base(), root / "twin", force=True)
+        apply(truth, finetunes.base(), root / "twin", force=True)
         twin = Checkpoint.open(root / "twin")
         (evidence,) = evidence_from_activations(
             source,
@@ -139,26 +142,27 @@ def ceiling(root: Path, fractions: tuple[float, ...], tokens: int) -> list[dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("build/finetunes"))
+    parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the models")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
     parser.add_argument("--quick", action="store_true", help="less text, fewer fractions")
     arguments = parser.parse_args()
     tokens, fractions, ceiling_tokens = TOKENS, FRACTIONS, CEILING_TOKENS
     if arguments.quick:
-        arguments.work = arguments.work.with_name("finetunes-quick")
         tokens, fractions, ceiling_tokens = (144, 576), (0.0, 0.5, 1.0), 576
-    with tempfile.TemporaryDirectory(dir=arguments.work.parent) as directory:
+    work = finetunes.directory(arguments.work, arguments.quick)
+    work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=work) as directory:
         root = Path(directory)
         rows = ceiling(root, fractions, ceiling_tokens)
         result = {
             "model": "SmolLM2-135M-Instruct",
-            "coordinates": Checkpoint.open(base()).chart.width,
+            "coordinates": Checkpoint.open(finetunes.base()).chart.width,
             "ceiling_tokens": ceiling_tokens,
             "ceiling": rows,
             "largest_distance_from_ceiling": max(
                 abs(row["signed"] - row["positive_fraction"]) for row in rows
             ),
-            "grid": noisy(arguments.work, root, tokens, arguments.quick),
+            "grid": noisy(work, root, tokens, arguments.quick),
         }
     record("recovery", result, arguments.results)
 

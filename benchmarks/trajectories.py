@@ -20,6 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import finetunes
 import torch
 from common import RESULTS, record
 from training import ARCHITECTURE, Training, trained
@@ -33,6 +34,7 @@ from signed_align.trajectory import path_of_runs
 HELD_OUT = 500
 """Newspaper sentences that no model is trained on: the text that checkpoints are matched on."""
 CALIBRATION_TOKENS = 2048
+SMOLLM2_TOKENS = 1152
 
 SEEDS = (0, 1, 2, 3, 4)
 LEARNING_RATES = (3e-3, 1e-2, 2e-2)
@@ -63,13 +65,11 @@ RUN = replace(
 def measure(
     seed: int, rate: float, base: Training, run: Training, lengths: Sequence[int], work: Path
 ) -> list[dict[str, Any]]:
-    """Train what is missing and transport; a row for each length and interval."""
+    """Train the small Llamas of a seed, if they are missing, and transport."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    warnings.simplefilter("ignore", SignedAlignWarning)
     sentences = newspaper_sentences()
-    calibration = sentences[-HELD_OUT:]
     root = work / f"seed-{seed}"
     root.mkdir(parents=True, exist_ok=True)
     trained(root / "base", replace(base, seed=seed), sentences[:-HELD_OUT])
@@ -79,20 +79,42 @@ def measure(
     for place, (name, rows) in enumerate(texts.items()):
         training = replace(run, seed=100 * (place + 1) + seed, learning_rate=rate)
         trained(runs / name, training, [row.text for row in rows], root / "base")
-    back, base_at = path_of_runs(*(runs / name for name in texts), root / "base")
+    ends = (runs / "reviews", runs / "tweets", root / "base")
+    rows = transported(ends, run, variants(lengths, INTERVALS, run), CALIBRATION_TOKENS)
+    return [{"seed": seed, "learning_rate": rate, **row} for row in rows]
+
+
+def smollm2_rows(work: Path, quick: bool) -> list[dict[str, Any]]:
+    """The same of SmolLM2, once."""
+    runs = finetunes.hot_runs(work, quick=quick)
+    run = finetunes.hot(quick=quick)
+    assert run.save_every is not None
+    chosen = variants([run.steps // 2, run.steps], [run.steps // 2, run.steps], run)
+    rows = transported((*runs, finetunes.base()), run, chosen, SMOLLM2_TOKENS)
+    return [{"seed": run.seed, "learning_rate": run.learning_rate, **row} for row in rows]
+
+
+def transported(
+    ends: tuple[Path, Path, Path],
+    run: Training,
+    chosen: Sequence[tuple[int, int]],
+    calibration_tokens: int,
+) -> list[dict[str, Any]]:
+    """Transport between two runs and their base; a row for each length and interval."""
+    warnings.simplefilter("ignore", SignedAlignWarning)
+    path, base_at = path_of_runs(*ends)
     every = run.save_every
     assert every is not None
     rows = []
-    for length, interval in variants(lengths, run):
+    for length, interval in chosen:
         reach = length // every
         stride = interval // every
-        offsets = range(-reach, reach + 1, stride)
         found = transport_along(
-            [back[base_at + offset] for offset in offsets],
+            [path[base_at + offset] for offset in range(-reach, reach + 1, stride)],
             base=reach // stride,
-            text=calibration,
+            text=newspaper_sentences()[-HELD_OUT:],
             truth="identity",
-            max_tokens=CALIBRATION_TOKENS,
+            max_tokens=calibration_tokens,
             accept_weak=True,
         )
         size = found.size
@@ -100,8 +122,6 @@ def measure(
         assert away is not None
         rows.append(
             {
-                "seed": seed,
-                "learning_rate": rate,
                 "steps": length,
                 "interval": interval,
                 **{way: found.accuracy[way]["sign_accuracy"] for way in WAYS},
@@ -109,6 +129,7 @@ def measure(
                 "right_of_not_lost": right_share(found, kept=True),
                 "right_of_lost": right_share(found, kept=False),
                 "returned": 1 - len(away) / size,
+                "weakest_step": found.gauge.provenance["verdict"]["sure_fraction"],
             }
         )
         print(rows[-1], flush=True)
@@ -124,14 +145,19 @@ def right_share(found: Any, *, kept: bool) -> float | None:
     return float(right[chosen].double().mean()) if bool(chosen.any()) else None
 
 
-def variants(lengths: Sequence[int], run: Training) -> list[tuple[int, int]]:
+def variants(
+    lengths: Sequence[int], intervals: Sequence[int], run: Training
+) -> list[tuple[int, int]]:
     """Lengths at the closest interval, then the full length at wider ones."""
     every = run.save_every
     assert every is not None
-    wider = [(run.steps, interval) for interval in INTERVALS if interval > every]
     return [
         *((length, every) for length in lengths),
-        *((steps, interval) for steps, interval in wider if not steps % interval),
+        *(
+            (run.steps, interval)
+            for interval in intervals
+            if interval > every and not run.steps % interval
+        ),
     ]
 
 
@@ -140,7 +166,14 @@ def curve(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first = rows[0]
     shared = {key: first[key] for key in ("learning_rate", "steps", "interval")}
     summed = {}
-    for key in (*WAYS, "not_lost", "right_of_not_lost", "right_of_lost", "returned"):
+    for key in (
+        *WAYS,
+        "not_lost",
+        "right_of_not_lost",
+        "right_of_lost",
+        "returned",
+        "weakest_step",
+    ):
         values = [row[key] for row in rows if row[key] is not None]
         if values:
             summed[key] = {
@@ -151,50 +184,67 @@ def curve(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**shared, "seeds": [row["seed"] for row in rows], **summed}
 
 
+def curves_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that differ in their seed only, put together."""
+    groups: dict[tuple[float, int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        key = row["learning_rate"], row["steps"], row["interval"]
+        groups.setdefault(key, []).append(row)
+    return [curve(group) for group in groups.values()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smollm2", action="store_true", help="SmolLM2, once, instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--rates", type=float, nargs="+", default=LEARNING_RATES)
     parser.add_argument("--workers", type=int, default=1, help="seeds at a time, a thread each")
-    parser.add_argument("--work", type=Path, default=Path("build/trajectories"))
+    parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the models")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
     parser.add_argument("--quick", action="store_true", help="one seed, one rate, short runs")
     arguments = parser.parse_args()
+    start = time.perf_counter()
+    if arguments.smollm2:
+        rows = smollm2_rows(finetunes.directory(arguments.work, arguments.quick), arguments.quick)
+        result = {
+            "model": "SmolLM2-135M-Instruct",
+            "run": asdict(finetunes.hot(quick=arguments.quick)),
+            "calibration_tokens": SMOLLM2_TOKENS,
+        }
+    else:
+        rows, result = small_models(arguments)
+    record(
+        "trajectories-smollm2" if arguments.smollm2 else "trajectories",
+        {
+            **result,
+            "curves": curves_of(rows),
+            "seconds": round(time.perf_counter() - start, 1),
+        },
+        arguments.results,
+    )
+
+
+def small_models(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows for every seed, rate, length and interval, and what they were made with."""
     base, run, lengths = BASE, RUN, LENGTHS
+    work = arguments.work / "trajectories"
     if arguments.quick:
         arguments.seeds, arguments.rates = [0], [MAIN_RATE]
-        arguments.work = arguments.work.with_name("trajectories-quick")
-        base = replace(base, steps=200)
-        run = replace(run, steps=200)
-        lengths = (100, 200)
-    start = time.perf_counter()
+        work = work.with_name("trajectories-quick")
+        base, run, lengths = replace(base, steps=200), replace(run, steps=200), (100, 200)
     rows = []
     with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
         # one rate after the other: the first one trains the bases, the others find them
         for rate in sorted(arguments.rates, key=lambda rate: rate != MAIN_RATE):
             seeds = arguments.seeds[: None if rate == MAIN_RATE else SEEDS_OF_OTHER_RATES]
-            jobs = [
-                pool.submit(measure, seed, rate, base, run, lengths, arguments.work)
-                for seed in seeds
-            ]
+            jobs = [pool.submit(measure, seed, rate, base, run, lengths, work) for seed in seeds]
             rows += [row for job in jobs for row in job.result()]
-    groups: dict[tuple[float, int, int], list[dict[str, Any]]] = {}
-    for row in rows:
-        key = row["learning_rate"], row["steps"], row["interval"]
-        groups.setdefault(key, []).append(row)
-    curves = [curve(group) for group in groups.values()]
-    record(
-        "trajectories",
-        {
-            "model": "byte-level Llama, 4 layers, 128 coordinates",
-            "base": asdict(base),
-            "run": asdict(run),
-            "calibration_tokens": CALIBRATION_TOKENS,
-            "curves": curves,
-            "seconds": round(time.perf_counter() - start, 1),
-        },
-        arguments.results,
-    )
+    return rows, {
+        "model": "byte-level Llama, 4 layers, 128 coordinates",
+        "base": asdict(base),
+        "run": asdict(run),
+        "calibration_tokens": CALIBRATION_TOKENS,
+    }
 
 
 if __name__ == "__main__":

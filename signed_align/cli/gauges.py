@@ -56,6 +56,7 @@ OBJECTIVES = ["sign_marginalized", "signed", "permutation"]
     is_flag=True,
     help="A negative control: pair each sample of SOURCE with another of TARGET.",
 )
+@click.option("--seed", default=0, type=SEED, show_default=True, help="Chooses text and pairs.")
 @accept_weak_option
 @device_option
 @existing_output
@@ -71,6 +72,7 @@ def gauge_command(
     tokens: int | None,
     truth: Path | None,
     shuffle_pairs: bool,
+    seed: int,
     accept_weak: bool,
     device: str,
     force: bool,
@@ -103,6 +105,7 @@ def gauge_command(
         spaces=words(spaces),
         max_tokens=tokens,
         device=device,
+        seed=seed,
         shuffle_pairs=shuffle_pairs,
         accept_weak=accept_weak,
     )

@@ -1,0 +1,82 @@
+"""Barriers between SmolLM2, a twin, and hot fine-tunes: straight, by permutations, by the gauge.
+
+Of a pair in the same coordinates the straight path is the right one. Of a pair whose second model
+was scrambled, the straight path crosses a barrier, and what an alignment takes away of it is
+measured: by permutations alone (S_d) and by signed permutations (B_d), both recovered from
+weights.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import finetunes
+from common import RESULTS, record
+
+from signed_align import Checkpoint, recover, scramble
+from signed_align.barrier import Barrier, LossPath
+from signed_align.demo.assets import newspaper_sentences
+
+TOKENS = 1024
+POINTS = 7
+
+
+def summary(path: LossPath) -> dict[str, Any]:
+    """A path's barrier and losses, in nats per token."""
+    return {
+        "barrier_nats": round(path.barrier, 5),
+        "alphas": path.alphas,
+        "losses": [round(loss, 5) for loss in path.losses],
+        "chord": [round(loss, 5) for loss in path.chord],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the fine-tunes")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
+    parser.add_argument("--quick", action="store_true", help="short fine-tunes, few points")
+    arguments = parser.parse_args()
+    tokens, points = (256, 3) if arguments.quick else (TOKENS, POINTS)
+    start = time.perf_counter()
+    work = finetunes.directory(arguments.work, arguments.quick)
+    steps = finetunes.hot(quick=arguments.quick).steps
+    ends = [run / f"checkpoint-{steps}" for run in finetunes.hot_runs(work, quick=arguments.quick)]
+    base = finetunes.base()
+    rows = []
+    with tempfile.TemporaryDirectory(dir=work) as directory:
+        for name, source, target in (
+            ("the base", base, base),
+            ("fine-tunes on reviews and tweets", *ends),
+        ):
+            barrier = Barrier(Checkpoint.open(source), newspaper_sentences(), max_tokens=tokens)
+            twin = Path(directory) / "twin"
+            scramble(target, twin, seed=0, force=True)
+            end = Checkpoint.open(twin)
+            paths = {
+                "same coordinates": barrier.path(Checkpoint.open(target), points=points),
+                "straight": barrier.path(end, points=points),
+            }
+            for group, objective in (("S_d", "permutation"), ("B_d", "sign_marginalized")):
+                gauge = recover(source, twin, objective=objective, accept_weak=True)
+                paths[group] = barrier.path(end, gauge, points=points)
+            rows.append(
+                {"pair": name, "paths": {way: summary(path) for way, path in paths.items()}}
+            )
+            print(rows[-1], flush=True)
+    record(
+        "barriers",
+        {
+            "model": "SmolLM2-135M-Instruct",
+            "loss_tokens": tokens,
+            "pairs": rows,
+            "seconds": round(time.perf_counter() - start, 1),
+        },
+        arguments.results,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Fine-tuned pairs of SmolLM2: the everyday case, in which nothing has to be moved.
+
+Training moves no coordinate to another place, so the true gauge is the identity. Said is whether
+the tool recognises it, how many coordinates it gets right, and what porting a sentiment direction
+and a LoRA through the recovered gauge costs, compared with using them as they are.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import finetunes
+import torch
+from common import RESULTS, record
+from concepts import sentiment
+
+from signed_align import Checkpoint, Gauge, port, recover
+from signed_align.activations import load_tokenizer
+from signed_align.adapters.steering import steering_effect
+from signed_align.demo.assets import movie_reviews, newspaper_sentences
+from signed_align.demo.lora import TASK, make_task, train_lora
+from signed_align.evaluation import evaluate
+from signed_align.steering import contrast_direction
+
+TOKENS = 2304
+HOOK = "blocks.14.hook_resid_post"
+REVIEWS = 200
+
+
+def pairs(work: Path, quick: bool) -> dict[str, tuple[Path, Path]]:
+    """From the least to the most that training did between a model and the other."""
+    base = finetunes.base()
+    reviews, tweets = finetunes.hot_runs(work, quick=quick)
+    steps = finetunes.hot(quick=quick).steps
+    first = finetunes.hot(quick=quick).save_every
+    return {
+        "base and itself": (base, base),
+        "base and a light fine-tune": (base, finetunes.light(work, quick=quick)),
+        f"base and {first} hot steps": (base, reviews / f"checkpoint-{first}"),
+        f"base and {steps} hot steps": (base, reviews / f"checkpoint-{steps}"),
+        f"{steps} hot steps and {steps} others": (
+            reviews / f"checkpoint-{steps}",
+            tweets / f"checkpoint-{steps}",
+        ),
+    }
+
+
+def recovered(source: Path, target: Path, text: list[str]) -> dict[str, Gauge]:
+    """The gauge from weights and from activations, whatever they are worth."""
+    return {
+        "weights": recover(source, target, accept_weak=True),
+        "activations": recover(source, target, text=text, max_tokens=TOKENS, accept_weak=True),
+    }
+
+
+def said_of(gauge: Gauge) -> dict[str, Any]:
+    """The verdict, and how far the gauge is from the identity."""
+    element = gauge.element("residual")
+    margin = gauge.summary()["spaces"]["residual"]["margin"]
+    return {
+        **gauge.provenance["verdict"],
+        "right": 1 - float(element.displaced.double().mean()),
+        "margin": {name: round(value, 4) for name, value in margin.items()},
+    }
+
+
+class Costs:
+    """A direction and a LoRA made on the base, and what they do on other models."""
+
+    def __init__(self, root: Path, quick: bool) -> None:
+        self.root = root
+        base = Checkpoint.open(finetunes.base())
+        self.concept = sentiment(movie_reviews(), 20 if quick else REVIEWS)
+        self.direction = root / "direction.pt"
+        concept = self.concept
+        torch.save(
+            contrast_direction(base.path, concept.positive, concept.negative, HOOK), self.direction
+        )
+        task = make_task(movie_reviews(), load_tokenizer(base), 0)
+        task.write(root / "tasks")
+        self.adapter = root / "lora"
+        self.examples = 40 if quick else None
+        train_lora(base, task, self.adapter, 0)
+
+    def measured(self, model: Path, gauge: Gauge | None) -> dict[str, float]:
+        """The direction's effect and the LoRA's accuracy, moved through a gauge or as they are."""
+        direction, adapter = self.direction, self.adapter
+        if gauge is not None:
+            direction, adapter = self.root / "moved.pt", self.root / "moved"
+            port(self.direction, gauge, direction, hook=HOOK, any_source=True, force=True)
+            port(self.adapter, gauge, adapter, any_source=True, force=True)
+        concept = self.concept
+        texts = (concept.prompts, concept.towards, concept.against)
+        accuracy = evaluate(
+            model, TASK, adapter=adapter, tasks_dir=self.root / "tasks", limit=self.examples
+        )["accuracy"]
+        return {
+            "direction_effect": steering_effect(model, direction, *texts, hook=HOOK)["effect"],
+            "lora_accuracy": float(accuracy),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the fine-tunes")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
+    parser.add_argument("--quick", action="store_true", help="short fine-tunes, few examples")
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    work = finetunes.directory(arguments.work, arguments.quick)
+    base = finetunes.base()
+    text = newspaper_sentences()
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        todo = pairs(work, arguments.quick)
+        costs = Costs(Path(directory), arguments.quick)
+        for name, (source, target) in todo.items():
+            gauges = recovered(source, target, text)
+            row: dict[str, Any] = {
+                "pair": name,
+                "recovery": {method: said_of(gauge) for method, gauge in gauges.items()},
+            }
+            if source == base:
+                as_it_is = costs.measured(target, None)
+                row["as_it_is"] = as_it_is
+                row["ported"] = {
+                    # through the identity nothing changes
+                    method: as_it_is
+                    if gauge.element("residual").is_identity
+                    else costs.measured(target, gauge)
+                    for method, gauge in gauges.items()
+                }
+            rows.append(row)
+            print(row, flush=True)
+    record(
+        "pairs",
+        {
+            "model": "SmolLM2-135M-Instruct",
+            "tokens": TOKENS,
+            "hook": HOOK,
+            "pairs": rows,
+            "seconds": round(time.perf_counter() - start, 1),
+        },
+        arguments.results,
+    )
+
+
+if __name__ == "__main__":
+    main()
