@@ -7,8 +7,10 @@ OUT    ?= demo-out
 
 bin   := $(VENV)/bin
 stamp := $(VENV)/.installed
+experiments := recovery controls trajectories steering resume barriers audit pairs
 
-.PHONY: demo test test-slow lint benchmarks clean docs/support.md docs/peft.md
+.PHONY: demo test test-slow lint benchmarks benchmarks-quick clean \
+    docs/support.md docs/peft.md docs/results.md
 
 demo: $(stamp)
 	$(bin)/signed-align demo --out $(OUT)
@@ -30,13 +32,30 @@ lint: $(stamp)
 	cp -r adapters merge_methods recipes build/typed/signed_align/
 	cd build/typed && $(abspath $(bin))/mypy --config-file ../../pyproject.toml -p signed_align
 
+# Every experiment in full: two to three hours on two cores. docs/results.md has the results.
 benchmarks: $(stamp)
-	$(bin)/python benchmarks/apply.py
-	$(bin)/python benchmarks/merge.py
-	$(bin)/python benchmarks/spaces.py
-	$(bin)/python benchmarks/seeds.py
-	$(bin)/python benchmarks/steering.py
-	$(bin)/python benchmarks/audit.py
+	for one in apply merge spaces seeds $(experiments); do \
+	    $(bin)/python benchmarks/$$one.py || exit 1; \
+	done
+	$(bin)/python benchmarks/trajectories.py --smollm2
+
+# Every experiment at reduced size, in under a quarter of an hour; results in build/.
+benchmarks-quick: $(stamp)
+	$(bin)/signed-align demo --quiet --json --out build/demo-out > /dev/null
+	mkdir -p build/results && cp build/demo-out/demo.json build/results/
+	for one in $(experiments); do \
+	    $(bin)/python benchmarks/$$one.py --quick --results build/results || exit 1; \
+	done
+	$(bin)/python benchmarks/trajectories.py --smollm2 --quick --results build/results
+	$(bin)/python benchmarks/results_page.py --results build/results --out build/results.md
+	$(bin)/signed-align report build/results -o build/results.html --force
+
+# The results page and its plots.
+docs/results.md: $(stamp)
+	$(bin)/signed-align report benchmarks/results -o build/results.html --force
+	rm -rf docs/results-plots && mkdir docs/results-plots
+	cp build/results-plots/*.png docs/results-plots/
+	$(bin)/python benchmarks/results_page.py
 
 # The table of proved models.
 docs/support.md: $(stamp)

@@ -24,6 +24,7 @@ from signed_align.checkpoint import NOT_WEIGHTS, is_weight_file
 from signed_align.errors import ArtifactError
 from signed_align.files import atomic_path
 from signed_align.gauge import Gauge
+from signed_align.reliability import warn_of_verdict
 
 __all__ = [
     "FAMILIES",
@@ -172,6 +173,7 @@ def port(
     path = Path(artifact)
     if not path.exists():
         raise ArtifactError(f"there is no artifact at {path}.")
+    warn_of_verdict(gauge)
     journey = Journey.along(
         gauge.inverse() if inverse else gauge, hook=hook, allow_pickle=allow_pickle
     )

@@ -25,7 +25,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
     parser.add_argument("--twins", type=int, default=TWINS)
+    parser.add_argument("--quick", action="store_true", help="two twins")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.twins = 2
     ordered = sorted(movie_reviews(), key=lambda row: row.rating)
     negative = tuple(row.text for row in ordered[:REVIEWS])
     positive = tuple(row.text for row in ordered[-REVIEWS:])

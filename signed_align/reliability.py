@@ -8,6 +8,7 @@ candidate.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from signed_align.errors import UnreliableGaugeError
+from signed_align.chart import RESIDUAL
+from signed_align.errors import SignedAlignWarning, UnreliableGaugeError
 from signed_align.gauge import WEAK_MARGIN, Gauge
 from signed_align.matching import Match
 from signed_align.signed_permutation import SignedPermutation
@@ -152,3 +154,24 @@ def require_reliable(gauge: Gauge) -> None:
         "may help, and accepting weak gauges takes it as it is.",
         verdict.to_dict(),
     )
+
+
+def warn_of_verdict(gauge: Gauge) -> None:
+    """Warn, before something is moved, if the verdict says that nothing should be."""
+    verdict = Verdict.of(gauge)
+    if verdict is None or verdict.finding is Finding.GAUGE:
+        return
+    if verdict.finding is Finding.SAME_COORDINATES:
+        count = int(gauge.element(RESIDUAL.space).displaced.sum())
+        consequence = (
+            f"what the gauge moves are {count} coordinates that it is not sure of"
+            if count
+            else "the gauge moves nothing"
+        )
+        message = (
+            "the two models have the same coordinates: artifacts fit as they are, and "
+            f"{consequence}."
+        )
+    else:
+        message = f"the gauge was accepted although it is not reliable ({verdict})."
+    warnings.warn(message, SignedAlignWarning, stacklevel=3)

@@ -1,12 +1,13 @@
 """Negative controls: unrelated models and shuffled pairs have no gauge, a model has its own."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from signed_align import Gauge, recover, scramble
-from signed_align.errors import GaugeError, UnreliableGaugeError
+from signed_align import Gauge, port, recover, scramble
+from signed_align.errors import GaugeError, SignedAlignWarning, UnreliableGaugeError
 from signed_align.matching import Match, Objective, match
 from signed_align.reliability import Finding, Verdict, judge, require_reliable
 from signed_align.signed_permutation import SignedPermutation
@@ -149,3 +150,20 @@ def test_the_command_ends_with_its_own_code_and_writes_nothing(models, tmp_path)
     assert Verdict.of(Gauge.load(out)).to_dict() == taken["verdict"]
     same = run("gauge", models[0], models[0], "-o", out, "--force")
     assert "same coordinates" in same.stdout
+
+
+def test_porting_says_when_nothing_has_to_move(models, tmp_path):
+    torch.save(torch.randn(tiny.WIDTH), tmp_path / "vector.pt")
+    hook = {"hook": "blocks.0.hook_resid_post", "any_source": True}
+    gauge = recover(models[0], models[0])
+    with pytest.warns(SignedAlignWarning, match="same coordinates.*the gauge moves nothing"):
+        port(tmp_path / "vector.pt", gauge, tmp_path / "same.pt", **hook)
+    swapped = SignedPermutation(
+        torch.tensor([1, 0, *range(2, tiny.WIDTH)]), torch.ones(tiny.WIDTH, dtype=torch.int8)
+    )
+    unsure = replace(gauge, elements={"residual": swapped})
+    with pytest.warns(SignedAlignWarning, match="2 coordinates that it is not sure of"):
+        port(tmp_path / "vector.pt", unsure, tmp_path / "unsure.pt", **hook)
+    weak = recover(models[0], models[1], accept_weak=True)
+    with pytest.warns(SignedAlignWarning, match="accepted although it is not reliable"):
+        port(tmp_path / "vector.pt", weak, tmp_path / "weak.pt", **hook)
