@@ -11,6 +11,7 @@ from mergekit.options import MergeOptions
 from safetensors.torch import load_file, save_file
 
 from signed_align import Gauge, SignedAlignError, SignedPermutation, merge, scramble
+from signed_align.errors import UnreliableGaugeError
 from signed_align.merge_methods.align import GAUGES, AlignedMergeMethod
 from tests import tiny
 from tests.test_recovery import CHARACTERS, add_tokenizer
@@ -340,3 +341,17 @@ def test_models_of_two_architectures_are_refused(tmp_path, family):
     with pytest.raises(SignedAlignError, match="size mismatch"):
         merge(file, tmp_path / "out", MergeOptions(quiet=True, allow_crimes=True))
     assert not (tmp_path / "out").exists()
+
+
+def test_unrelated_models_are_not_merged_unless_asked_for(tmp_path, family):
+    stranger = tiny.save(tiny.build("qwen2", seed=9, tie_word_embeddings=False), tmp_path / "other")
+    models = {family / "base": {"weight": 1}, stranger: {"weight": 1}}
+    file = recipe(tmp_path / "unrelated.yml", "signed_align", models)
+    with pytest.raises(UnreliableGaugeError, match="no reliable gauge"):
+        merge(file, tmp_path / "out", QUIET)
+    assert not (tmp_path / "out").exists()
+    file = recipe(
+        tmp_path / "accepted.yml", "signed_align", models, parameters={"accept_weak": True}
+    )
+    merge(file, tmp_path / "out", QUIET)
+    assert (tmp_path / "out" / "config.json").is_file()
