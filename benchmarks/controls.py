@@ -28,7 +28,7 @@ from signed_align.cli import main as signed_align
 from signed_align.demo.assets import newspaper_sentences
 
 TRIALS = 20
-TOKENS = 1152
+TOKENS = 576
 SMALL = Training(
     seed=0, steps=600, batch=16, context=64, architecture={**ARCHITECTURE, "num_hidden_layers": 4}
 )

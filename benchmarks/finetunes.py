@@ -8,7 +8,7 @@ from training import Training, trained
 from signed_align.demo.assets import movie_reviews, smollm2, tweets
 
 LIGHT = Training(
-    seed=1, steps=40, batch=8, context=64, learning_rate=2e-5, save_dtype="bfloat16", threads=2
+    seed=1, steps=40, batch=4, context=64, learning_rate=2e-5, save_dtype="bfloat16", threads=2
 )
 """A fine-tune as people make them, if a short one."""
 

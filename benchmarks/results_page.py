@@ -305,15 +305,24 @@ def origin(name: str, data: dict[str, Any]) -> str:
     return f"*`{command}`, {data['machine']}, {data['date']}, {file}*"
 
 
+def plots_of(name: str) -> list[str]:
+    """The plots that ``signed-align report`` drew of a result: 07-NAME-what.png."""
+    names = [section for section, *_ in SECTIONS]
+
+    def owner(plot: Path) -> str | None:
+        stem = plot.stem.partition("-")[2]
+        return max((one for one in names if stem.startswith(f"{one}-")), key=len, default=None)
+
+    found = sorted((PAGE.parent / PLOTS).glob("*.png"))
+    return [plot.name for plot in found if owner(plot) == name]
+
+
 def page(results: Path) -> str:
     """The whole page; raises FileNotFoundError if a result is missing."""
     parts = [INTRODUCTION]
     for name, title, section in SECTIONS:
         data = json.loads((results / f"{name}.json").read_text())
-        plots = [
-            f"![{title}]({PLOTS / plot.name})"
-            for plot in sorted((PAGE.parent / PLOTS).glob(f"*-{name}-*.png"))
-        ]
+        plots = [f"![{title}]({PLOTS / plot})" for plot in plots_of(name)]
         parts.append("\n\n".join([f"## {title}", section(data), *plots, origin(name, data)]))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 

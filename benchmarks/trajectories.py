@@ -9,6 +9,7 @@ length of the runs, the interval between checkpoints, the learning rate, and see
 """
 
 import argparse
+import json
 import os
 import statistics
 import time
@@ -39,7 +40,7 @@ SMOLLM2_TOKENS = 1152
 SEEDS = (0, 1, 2, 3, 4)
 LEARNING_RATES = (3e-3, 1e-2, 2e-2)
 MAIN_RATE = 1e-2
-SEEDS_OF_OTHER_RATES = 3
+SEEDS_OF_OTHER_RATES = 2
 STEPS = 1500
 SAVE_EVERY = 50
 LENGTHS = (250, 500, 750, 1000, 1250, 1500)
@@ -65,7 +66,14 @@ RUN = replace(
 def measure(
     seed: int, rate: float, base: Training, run: Training, lengths: Sequence[int], work: Path
 ) -> list[dict[str, Any]]:
-    """Train the small Llamas of a seed, if they are missing, and transport."""
+    """Train the small Llamas of a seed, if they are missing, and transport; kept when done."""
+    chosen = variants(lengths, INTERVALS, run)
+    asked = json.loads(json.dumps([asdict(base), asdict(run), chosen, CALIBRATION_TOKENS]))
+    note = work / f"seed-{seed}" / f"rate-{rate:g}.json"
+    if note.is_file():
+        found = json.loads(note.read_text())
+        if found["asked"] == asked:
+            return found["rows"]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     logging.disable_progress_bar()
@@ -80,8 +88,10 @@ def measure(
         training = replace(run, seed=100 * (place + 1) + seed, learning_rate=rate)
         trained(runs / name, training, [row.text for row in rows], root / "base")
     ends = (runs / "reviews", runs / "tweets", root / "base")
-    rows = transported(ends, run, variants(lengths, INTERVALS, run), CALIBRATION_TOKENS)
-    return [{"seed": seed, "learning_rate": rate, **row} for row in rows]
+    found = transported(ends, run, chosen, CALIBRATION_TOKENS)
+    measured = [{"seed": seed, "learning_rate": rate, **row} for row in found]
+    note.write_text(json.dumps({"asked": asked, "rows": measured}, indent=2) + "\n")
+    return measured
 
 
 def smollm2_rows(work: Path, quick: bool) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from signed_align.gauge import Gauge
 from signed_align.labels import transport
 from signed_align.matching import Objective
 from signed_align.recovery import recover_by_weights
+from signed_align.reliability import warn_of_verdict
 
 NO_ALIGNMENT = "none"
 ObjectiveName = Literal["sign_marginalized", "signed", "permutation", "none"]
@@ -103,7 +104,8 @@ class GaugeBook:
         """The gauge from ``source``'s to ``target``'s coordinates.
 
         A gauge file may lead either way: the fingerprints say which. Raises GaugeError if it
-        belongs to other checkpoints, UnreliableGaugeError if none is found.
+        belongs to other checkpoints, UnreliableGaugeError if none is found. Warns where the verdict
+        on it says that nothing should be moved.
         """
         ends = source.identity.fingerprint, target.identity.fingerprint
         key = (*ends, file and (file, _stamp(Path(file))), objective, spaces, accept_weak)
@@ -117,6 +119,7 @@ class GaugeBook:
                 else:
                     found = _oriented(Gauge.load(file), source, target)
                 source.chart.require_native(found)
+                warn_of_verdict(found)
                 self._gauges[key] = found
             return self._gauges[key]
 

@@ -37,6 +37,7 @@ from signed_align.files import atomic_path
 from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.labels import Axes, Fused, moves, transport
 from signed_align.progress import byte_meter
+from signed_align.reliability import warn_of_verdict
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -235,6 +236,7 @@ def apply(
     SignedAlignError
         If the gauge does not belong to the model, or a tensor is not understood.
     """
+    warn_of_verdict(gauge)
     checkpoint = Checkpoint.open(model)
     gauge = gauge.inverse() if inverse else gauge
     if not any_source:

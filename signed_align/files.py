@@ -42,6 +42,8 @@ def require_free(
         origin = Path(os.path.realpath(source))
         if place.is_relative_to(origin) or origin.is_relative_to(place):
             raise CheckpointError(f"the output {final} overlaps the input {source}.")
+    if place.exists() and not (place.is_dir() or place.is_file()):
+        raise CheckpointError(f"{final} is neither a file nor a directory; choose another output.")
     if place.exists() and place.is_dir() != directory:
         found, wanted = ("directory", "file") if place.is_dir() else ("file", "directory")
         raise CheckpointError(f"{final} is a {found}; the output is a {wanted}.")

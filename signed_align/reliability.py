@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from signed_align.chart import RESIDUAL
-from signed_align.errors import SignedAlignWarning, UnreliableGaugeError
+from signed_align.errors import GaugeError, SignedAlignWarning, UnreliableGaugeError
 from signed_align.gauge import WEAK_MARGIN, Gauge
 from signed_align.matching import Match
 from signed_align.signed_permutation import SignedPermutation
@@ -25,8 +25,8 @@ from signed_align.signed_permutation import SignedPermutation
 NOISE_FACTOR = 2.0
 """A margin is sure above this many standard deviations, 1/√n, of a correlation of n samples.
 
-Between unrelated samples, independent or driven by a few common factors, less than a third of the
-coordinates have a margin above it.
+Between unrelated samples of 48 coordinates or more, independent or driven by a few common factors,
+less than a third of the coordinates have a margin above it.
 """
 
 RELIABLE_SHARE = 0.5
@@ -37,7 +37,7 @@ class Finding(str, Enum):
     """What the evidence says of two models' residual coordinates."""
 
     SAME_COORDINATES = "same_coordinates"
-    """Every sure coordinate stays where it is, with its sign: artifacts fit as they are."""
+    """Every sure coordinate stays where it is, with its sign: what lives there fits as it is."""
 
     GAUGE = "gauge"
     """Most coordinates have a sure partner, and some move."""
@@ -79,20 +79,38 @@ class Verdict:
 
     @classmethod
     def of(cls, gauge: Gauge) -> Verdict | None:
-        """The verdict that a gauge was recovered with; None if it was constructed."""
+        """The verdict that a gauge was recovered with; None if it was constructed.
+
+        Raises
+        ------
+        GaugeError
+            If what its provenance records is no verdict.
+        """
         recorded = gauge.provenance.get("verdict")
         if recorded is None:
             return None
-        return cls(**{**recorded, "finding": Finding(recorded["finding"])})
+        try:
+            share, needed, moved = (
+                recorded[name] for name in ("sure_fraction", "needed_margin", "moved_fraction")
+            )
+            if not (0 <= share <= 1 and 0 <= needed <= NOISE_FACTOR and 0 <= moved <= 1):
+                raise ValueError("out of range")
+            return cls(Finding(recorded["finding"]), float(share), float(needed), float(moved))
+        except (KeyError, TypeError, ValueError) as error:
+            raise GaugeError(
+                "the verdict that the gauge records is damaged: expected a finding, two shares and "
+                "a margin; recover the gauge again."
+            ) from error
 
     def __str__(self) -> str:
         found = (
-            f"{self.sure_fraction:.0%} of the coordinates have a partner with a margin of "
+            f"{self.sure_fraction:.1%} of the coordinates have a partner with a margin of "
             f"{self.needed_margin:.3f} or more"
         )
         if self.finding is Finding.SAME_COORDINATES:
             return (
-                f"same coordinates: {found}, and each of these is itself; artifacts fit as they are"
+                f"same coordinates in the residual stream: {found}, and each of these is itself; "
+                "artifacts there fit as they are"
             )
         if self.finding is Finding.GAUGE:
             return f"a gauge: {found}"
@@ -112,11 +130,14 @@ def judge(found: Match, samples: int) -> Verdict:
     """
     needed = max(WEAK_MARGIN, NOISE_FACTOR / math.sqrt(max(samples, 1)))
     sure = found.margin >= needed
-    return _verdict(float(sure.double().mean()), needed, sure & found.element.displaced)
+    return _verdict(_share(sure), needed, sure, found.element)
 
 
 def judge_path(steps: Sequence[Verdict], composed: SignedPermutation, margin: Tensor) -> Verdict:
     """Say what a composition is worth: as much as its weakest step.
+
+    That both ends have the same coordinates is said only where at least half of the coordinates
+    are sure all along the path: coordinates that are lost on the way do not speak for it.
 
     Parameters
     ----------
@@ -129,15 +150,22 @@ def judge_path(steps: Sequence[Verdict], composed: SignedPermutation, margin: Te
     """
     needed = max(step.needed_margin for step in steps)
     weakest = min(step.sure_fraction for step in steps)
-    return _verdict(weakest, needed, (margin >= needed) & composed.displaced)
+    return _verdict(weakest, needed, margin >= needed, composed)
 
 
-def _verdict(share: float, needed: float, moved: Tensor) -> Verdict:
+def _verdict(share: float, needed: float, sure: Tensor, element: SignedPermutation) -> Verdict:
+    moved = sure & element.displaced
     if share < RELIABLE_SHARE:
         finding = Finding.NO_GAUGE
+    elif bool(moved.any()) or _share(sure) < RELIABLE_SHARE:
+        finding = Finding.GAUGE
     else:
-        finding = Finding.GAUGE if bool(moved.any()) else Finding.SAME_COORDINATES
-    return Verdict(finding, share, needed, float(moved.double().mean()))
+        finding = Finding.SAME_COORDINATES
+    return Verdict(finding, share, needed, _share(moved))
+
+
+def _share(mask: Tensor) -> float:
+    return float(mask.double().mean())
 
 
 def require_reliable(gauge: Gauge) -> None:
@@ -145,11 +173,11 @@ def require_reliable(gauge: Gauge) -> None:
     verdict = Verdict.of(gauge)
     if verdict is None or verdict.finding is not Finding.NO_GAUGE:
         return
-    source, target = (end.name if end else "a model" for end in (gauge.source, gauge.target))
+    source, target = _ends(gauge)
     raise UnreliableGaugeError(
-        f"no reliable gauge leads from {source} to {target}: {verdict.sure_fraction:.0%} of the "
-        f"coordinates have a partner with a margin of {verdict.needed_margin:.3f} or more, and "
-        f"{RELIABLE_SHARE:.0%} are needed. The models may be unrelated, rotated against each "
+        f"no reliable gauge leads from {source} to {target}: fewer than {RELIABLE_SHARE:.0%} of "
+        f"the coordinates ({verdict.sure_fraction:.1%}) have a partner with a margin of "
+        f"{verdict.needed_margin:.3f} or more. The models may be unrelated, rotated against each "
         "other, or trained too far apart; more text, other evidence or checkpoints in between "
         "may help, and accepting weak gauges takes it as it is.",
         verdict.to_dict(),
@@ -161,17 +189,28 @@ def warn_of_verdict(gauge: Gauge) -> None:
     verdict = Verdict.of(gauge)
     if verdict is None or verdict.finding is Finding.GAUGE:
         return
+    source, target = _ends(gauge)
     if verdict.finding is Finding.SAME_COORDINATES:
-        count = int(gauge.element(RESIDUAL.space).displaced.sum())
-        consequence = (
-            f"what the gauge moves are {count} coordinates that it is not sure of"
-            if count
-            else "the gauge moves nothing"
-        )
         message = (
-            "the two models have the same coordinates: artifacts fit as they are, and "
-            f"{consequence}."
+            f"{source} and {target} have the same coordinates in the residual stream: what lives "
+            f"there fits as it is, and {_moved_all_the_same(gauge)}."
         )
     else:
-        message = f"the gauge was accepted although it is not reliable ({verdict})."
+        message = (
+            f"the gauge from {source} to {target} was accepted although it is not reliable "
+            f"({verdict})."
+        )
     warnings.warn(message, SignedAlignWarning, stacklevel=3)
+
+
+def _moved_all_the_same(gauge: Gauge) -> str:
+    """What a gauge between models with the same coordinates moves, in words."""
+    moved = {space for space, element in gauge.elements.items() if not element.is_identity}
+    if RESIDUAL.space in moved:
+        count = int(gauge.element(RESIDUAL.space).displaced.sum())
+        return f"what the gauge moves there are {count} coordinates that it is not sure of"
+    return "the gauge moves other spaces only" if moved else "the gauge moves nothing"
+
+
+def _ends(gauge: Gauge) -> list[str]:
+    return [end.name if end else "a model" for end in (gauge.source, gauge.target)]

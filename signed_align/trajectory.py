@@ -273,7 +273,8 @@ def transport_along(
         holonomy = to_base.inverse().then(endpoint).then(from_base.inverse())
     gauge = _with_provenance(steps, method, lost_below)
     if not accept_weak:
-        require_reliable(gauge)
+        for step in steps:
+            require_reliable(step.gauge)
     found = {"transport": gauge, "endpoint": endpoint, "via_base": via_base}
     result = Trajectory(
         gauge=gauge,

@@ -1,6 +1,7 @@
 """Whole checkpoints: moved, moved back, carried along, and refused when damaged."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from signed_align import Checkpoint, Gauge, SignedPermutation, apply, scramble
 from signed_align.errors import ChartError, CheckpointError, GaugeError, SignedAlignError
+from signed_align.files import require_free
 from tests import tiny
 
 
@@ -269,3 +271,10 @@ def test_a_hub_id_is_taken_from_the_cache(tmp_path, twin, monkeypatch):
     (repo / "refs" / "main").write_text("0123456789012345678901234567890123456789")
     apply(gauge, "someone/tiny-llama", tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_pipe_or_device_is_never_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for directory in (True, False):
+        with pytest.raises(CheckpointError, match="neither a file nor a directory"):
+            require_free(tmp_path / "pipe", directory=directory, force=True)

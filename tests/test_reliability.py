@@ -1,18 +1,20 @@
 """Negative controls: unrelated models and shuffled pairs have no gauge, a model has its own."""
 
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
-from signed_align import Gauge, port, recover, scramble
+from signed_align import Gauge, port, recover, scramble, transport_along
 from signed_align.errors import GaugeError, SignedAlignWarning, UnreliableGaugeError
 from signed_align.matching import Match, Objective, match
-from signed_align.reliability import Finding, Verdict, judge, require_reliable
+from signed_align.reliability import Finding, Verdict, judge, judge_path, require_reliable
 from signed_align.signed_permutation import SignedPermutation
 from tests import tiny
-from tests.test_cli import run, run_json
+from tests.test_cli import fails, run, run_json
 from tests.test_recovery import TEXT, add_tokenizer
 
 TRIALS = range(20)
@@ -133,9 +135,74 @@ def test_weak_coordinates_that_move_do_not_speak_for_a_gauge():
     assert verdict.moved_fraction == pytest.approx(2 / 6)
 
 
+@pytest.mark.parametrize("element", [SignedPermutation.identity(8), SignedPermutation.random(8)])
+def test_a_path_on_which_other_coordinates_are_lost_at_each_step_is_no_identity(element):
+    step = Verdict(Finding.GAUGE, sure_fraction=0.5, needed_margin=0.1, moved_fraction=0.5)
+    lost = torch.full((8,), 0.01)  # each coordinate is sure on one of the two steps only
+    assert judge_path([step, step], element, lost).finding is Finding.GAUGE
+    kept = torch.tensor([0.5] * 4 + [0.01] * 4)
+    expected = Finding.SAME_COORDINATES if element.is_identity else Finding.GAUGE
+    assert judge_path([step, step], element, kept).finding is expected
+    weak = replace(step, finding=Finding.NO_GAUGE, sure_fraction=0.49)
+    assert judge_path([step, weak], element, kept).finding is Finding.NO_GAUGE
+
+
+def test_the_step_without_a_gauge_is_named(models, tmp_path):
+    scramble(models[1], tmp_path / "twin", seed=1)
+    with pytest.raises(UnreliableGaugeError, match=r"from .*/1 to .*/2: fewer than 50%"):
+        transport_along([tmp_path / "twin", models[1], models[2]], method="weights")
+
+
 def test_a_constructed_gauge_has_no_verdict_and_is_relied_on(twin):
     assert Verdict.of(twin[2]) is None
     require_reliable(twin[2])
+
+
+NUMBERS = {"sure_fraction": 0.25, "needed_margin": 0.1, "moved_fraction": 0.0}
+DAMAGED = [
+    5, "gauge", [], {}, {"finding": "gauge"}, {**NUMBERS, "finding": "perhaps"},
+    {**NUMBERS, "finding": ["gauge"]}, {**NUMBERS, "finding": "gauge", "sure_fraction": "1"},
+    {**NUMBERS, "finding": "gauge", "sure_fraction": 7},
+    {**NUMBERS, "finding": "gauge", "needed_margin": math.inf},
+    {**NUMBERS, "finding": "gauge", "moved_fraction": math.nan},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recorded", DAMAGED, ids=str)
+def test_a_damaged_verdict_is_refused_in_one_sentence(twin, tmp_path, recorded):
+    source, _, gauge = twin
+    file = tmp_path / "gauge.safetensors"
+    replace(gauge, provenance={"verdict": recorded}).save(file)
+    with pytest.raises(GaugeError, match="verdict that the gauge records is damaged"):
+        Verdict.of(Gauge.load(file))
+    torch.save(torch.randn(tiny.WIDTH), tmp_path / "vector.pt")
+    hook = ["--hook", "blocks.0.hook_resid_post"]
+    out = tmp_path / "out"
+    fails("port", tmp_path / "vector.pt", "--gauge", file, *hook, "-o", out, match="damaged")
+    fails("apply", file, source, "-o", out, match="damaged")
+    assert not out.exists()
+    assert "verdict" in run("inspect", file).stdout
+
+
+def test_a_verdict_may_say_more_than_is_known(twin):
+    recorded = {**NUMBERS, "finding": "no_gauge", "of_a_later_release": 1}
+    verdict = Verdict.of(replace(twin[2], provenance={"verdict": recorded}))
+    assert verdict.to_dict() == {**NUMBERS, "finding": "no_gauge"}
+
+
+def test_json_never_holds_what_json_cannot(twin, tmp_path):
+    file = tmp_path / "gauge.safetensors"
+    replace(twin[2], provenance={"loss": math.nan}).save(file)
+    result = run("inspect", file, "--json", code=2)
+    assert "not finite" in result.stdout
+    assert "nan" in run("inspect", file).stdout
+
+
+def test_half_is_never_less_than_half(twin):
+    """The sentence does not round what is found up to what is needed."""
+    recorded = {**NUMBERS, "finding": "no_gauge", "sure_fraction": 287 / 576}
+    with pytest.raises(UnreliableGaugeError, match=r"fewer than 50% .* \(49\.8%\)"):
+        require_reliable(replace(twin[2], provenance={"verdict": recorded}))
 
 
 def test_the_command_ends_with_its_own_code_and_writes_nothing(models, tmp_path):
@@ -167,3 +234,60 @@ def test_porting_says_when_nothing_has_to_move(models, tmp_path):
     weak = recover(models[0], models[1], accept_weak=True)
     with pytest.warns(SignedAlignWarning, match="accepted although it is not reliable"):
         port(tmp_path / "vector.pt", weak, tmp_path / "weak.pt", **hook)
+
+
+def test_the_same_residual_stream_does_not_speak_for_other_spaces(models, tmp_path):
+    """A twin in its MLPs alone: what lives in the stream fits, what lives in MLPs does not."""
+    scramble(models[0], tmp_path / "twin", seed=1, spaces=["mlp"])
+    gauge = recover(models[0], tmp_path / "twin", spaces=["residual", "mlp"])
+    assert Verdict.of(gauge).finding is Finding.SAME_COORDINATES
+    assert "in the residual stream" in str(Verdict.of(gauge))
+    torch.save(torch.randn(80), tmp_path / "units.pt")
+    for chosen in (gauge, gauge.restricted(["mlp"])):
+        with pytest.warns(SignedAlignWarning, match="the gauge moves other spaces only"):
+            port(
+                tmp_path / "units.pt", chosen, tmp_path / "moved.pt",
+                hook="blocks.0.mlp.hook_post", any_source=True, force=True,
+            )  # fmt: skip
+        assert not torch.equal(torch.load(tmp_path / "units.pt"), torch.load(tmp_path / "moved.pt"))
+
+
+def test_whole_models_are_not_moved_in_silence(tmp_path):
+    models = [
+        tiny.save(tiny.build("qwen2", seed=seed, tie_word_embeddings=False), tmp_path / str(seed))
+        for seed in range(2)
+    ]
+    file = tmp_path / "weak.safetensors"
+    run("gauge", *models, "-o", file, "--accept-weak")
+    warning = f"warning: the gauge from {models[0]} to {models[1]} was accepted although"
+    assert warning in run("apply", file, models[0], "-o", tmp_path / "applied").stderr
+    inputs = [
+        {"model": str(models[0]), "parameters": {"weight": 1, "gauge": str(file)}},
+        {"model": str(models[1]), "parameters": {"weight": 1}},
+    ]
+    recipe = {"merge_method": "signed_align", "base_model": str(models[1]), "models": inputs}
+    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    assert warning in run("merge", tmp_path / "recipe.yml", tmp_path / "merged").stderr
+
+
+def test_outputs_never_replace_what_a_command_reads(models, twin, tmp_path):
+    source, target, gauge = twin
+    text, truth = tmp_path / "text.txt", tmp_path / "truth.safetensors"
+    text.write_text("\n".join(TEXT))
+    gauge.save(truth)
+    forced = ["--force", "-o"]
+    for command in ("gauge", "transport"):
+        pair = [command, source, target, "--text", text, "--truth", truth, *forced]
+        for taken in (text, truth):
+            fails(*pair, taken, match="overlaps the input")
+    plain = shutil.copytree(models[0], tmp_path / "model")
+    fails("scramble", plain, "-o", tmp_path / "twin", "--force", "--save-gauge",
+          plain / "config.json", match="overlaps the input")  # fmt: skip
+    (tmp_path / "out").mkdir()
+    for name in ("gauge.safetensors", "recipe.yml"):
+        shutil.copy(truth, tmp_path / "out" / name)
+    inside = tmp_path / "out" / "gauge.safetensors"
+    fails("apply", inside, source, *forced, tmp_path / "out", match="overlaps the input")
+    fails("merge", tmp_path / "out" / "recipe.yml", tmp_path / "out", "--force",
+          match="overlaps the input")  # fmt: skip
+    assert inside.read_bytes() == truth.read_bytes()

@@ -283,6 +283,9 @@ def test_figures_are_those_of_the_files(made, results):
     holds("gauge.json", gauge["source"]["name"], gauge["source"]["fingerprint"][:12], "mlp")
     holds("g.safetensors", gauge["kinds"]["mlp"]["margin"]["q05"], gauge["target"]["name"])
     holds("transport.json", transport["steps"][0]["margin"]["min"], transport["sign_accuracy"])
+    assert transport["verdict"] == transport["provenance"]["verdict"]
+    for name in ("gauge.json", "g.safetensors", "transport.json"):
+        assert "verdict · finding | gauge |" in page.says(name), name
     holds("barrier.json", load(results / "barrier.json")["paths"]["straight"]["barrier_nats"])
     audit = load(results / "audit.json")
     holds("audit.json", BLOCK, audit["chance"]["jaccard"], audit["mean"]["as_stated"]["overlap"])
@@ -704,11 +707,16 @@ def test_plots_of_an_earlier_page_do_not_stay(folder, tmp_path):
 
 def test_a_directory_of_other_things_is_not_replaced(folder, tmp_path):
     (tmp_path / "report-plots").mkdir()
-    (tmp_path / "report-plots" / "thesis.tex").write_text("precious")
-    before = everything_in(tmp_path)
-    with pytest.raises(SignedAlignError, match=r"thesis\.tex, which no report wrote"):
-        report(folder, tmp_path / "report.html", force=True)
-    assert everything_in(tmp_path) == before
+    thesis = tmp_path / "report-plots" / "thesis.tex"
+    photo = tmp_path / "report-plots" / "photos.png" / "a.jpg"
+    for precious, name in ((thesis, "thesis.tex"), (photo, "photos.png")):
+        precious.parent.mkdir(exist_ok=True)
+        precious.write_text("precious")
+        before = everything_in(tmp_path)
+        with pytest.raises(SignedAlignError, match=f"{name}, which no report wrote"):
+            report(folder, tmp_path / "report.html", force=True)
+        assert everything_in(tmp_path) == before
+        precious.unlink()
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -18,6 +18,7 @@ from signed_align.cli.framework import (
     directories,
     draw,
     existing_output,
+    given,
     inverse_option,
     left_out,
     output_directory,
@@ -91,7 +92,7 @@ def scramble_command(
     from signed_align.gauge import by_kind
 
     if save_gauge is not None:
-        require_free(save_gauge, directory=False, force=force, inputs=[out])
+        require_free(save_gauge, directory=False, force=force, inputs=[out, *directories(model)])
     gauge = scramble(
         model, out, seed=seed, signed=group == "signed", spaces=words(spaces), force=force
     )
@@ -124,8 +125,10 @@ def apply_command(
 ) -> Report:
     """Move the checkpoint MODEL through GAUGE."""
     from signed_align.checkpoint import apply
+    from signed_align.files import require_free
     from signed_align.gauge import Gauge
 
+    require_free(out, directory=True, force=force, inputs=[gauge])
     result = apply(
         Gauge.load(gauge), model, out, inverse=inverse, any_source=any_source, force=force
     )
@@ -145,8 +148,10 @@ def merge_command(recipe: Path, out: Path, force: bool, **options: Any) -> Repor
     from pydantic import ValidationError
 
     from signed_align import progress
+    from signed_align.files import require_free
     from signed_align.merge_methods import merge
 
+    require_free(out, directory=True, force=force, inputs=[recipe])
     try:
         silent = progress.quiet.get() or not sys.stderr.isatty()
         merge_options = MergeOptions(**options, quiet=silent)
@@ -195,7 +200,7 @@ def barrier_command(
     from signed_align.barrier import measure_barrier, plot_paths
     from signed_align.gauge import Gauge
 
-    require_plot(plot, force, directories(a, b))
+    require_plot(plot, force, [*directories(a, b), *given(gauge, text)])
     paths = measure_barrier(
         a,
         b,

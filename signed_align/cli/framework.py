@@ -110,15 +110,23 @@ def _run(
             with contextlib.redirect_stdout(sys.stderr):
                 _quiet_libraries()
                 report = function(**arguments)
+            printed = _json_of({**report.data, "warnings": said}) if as_json else None
         except SignedAlignError as error:
             if as_json:
                 click.echo(json.dumps({"error": str(error), **error.details}, allow_nan=False))
             click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)
-    if as_json:
-        click.echo(json.dumps({**report.data, "warnings": said}, indent=2, allow_nan=False))
-    else:
-        click.echo("\n".join(report.lines))
+    click.echo("\n".join(report.lines) if printed is None else printed)
+
+
+def _json_of(data: dict[str, Any]) -> str:
+    try:
+        return json.dumps(data, indent=2, allow_nan=False)
+    except ValueError as error:
+        raise SignedAlignError(
+            "the result holds a number that is not finite, which JSON cannot write; it is shown "
+            "without --json."
+        ) from error
 
 
 def _quiet_libraries() -> None:
@@ -159,6 +167,11 @@ def plotted(plot: Path | None) -> list[str]:
 def directories(*models: str) -> list[Path]:
     """Those of the models that are local directories."""
     return [Path(model) for model in models if Path(model).is_dir()]
+
+
+def given(*files: Path | None) -> list[Path]:
+    """Those of the files that were given."""
+    return [file for file in files if file is not None]
 
 
 def words(text: str) -> list[str]:

@@ -17,6 +17,7 @@ from signed_align.cli.framework import (
     directories,
     draw,
     existing_output,
+    given,
     numbers,
     plot_option,
     plotted,
@@ -88,7 +89,8 @@ def gauge_command(
     from signed_align.recovery import recover
     from signed_align.reliability import Verdict
 
-    require_free(out, directory=False, force=force, inputs=directories(source, target))
+    read = [*directories(source, target), *given(text, truth)]
+    require_free(out, directory=False, force=force, inputs=read)
     true_gauge = Gauge.load(truth) if truth is not None else None
     if true_gauge is not None:
         if "residual" not in true_gauge.elements:
@@ -207,6 +209,7 @@ def transport_command(
     """
     from signed_align.files import require_free
     from signed_align.gauge import Gauge, by_kind
+    from signed_align.reliability import Verdict
     from signed_align.trajectory import Truth, path_of_runs, plot_trajectory, transport_along
 
     if bool(runs) == bool(checkpoints):
@@ -216,12 +219,13 @@ def transport_command(
     path, position = list(checkpoints), None
     if runs and base is not None:
         path, position = path_of_runs(*runs, base)
-    read = directories(*path)
+    true_file = None if truth is None or truth == "identity" else Path(truth)
+    read = [*directories(*path), *given(text, true_file)]
     require_free(out, directory=False, force=force, inputs=read)
     require_plot(plot, force, [*read, out])
-    known: Truth | None = None
-    if truth is not None:
-        known = "identity" if truth == "identity" else Gauge.load(truth)
+    known: Truth | None = "identity" if truth == "identity" else None
+    if true_file is not None:
+        known = Gauge.load(true_file)
     trajectory = transport_along(
         path,
         base=position,
@@ -235,12 +239,15 @@ def transport_command(
     )
     gauge = trajectory.gauge
     gauge.save(out, force=force)
+    verdict = Verdict.of(gauge)
+    assert verdict is not None
     draw(plot, force, lambda file: plot_trajectory(trajectory, file))
     kinds = by_kind(gauge)
     kinds["residual"] |= trajectory.accuracy.get("transport", {})
     return Report(
         {
             "gauge": str(out),
+            "verdict": verdict.to_dict(),
             "margin": kinds["residual"]["margin"],
             "kinds": kinds,
             **gauge.summary(),
@@ -251,6 +258,7 @@ def transport_command(
         [
             f"Transported a gauge of {trajectory.size} residual coordinates along {len(path)} "
             f"checkpoints, from {method}; it is in {out}.",
+            f"  {verdict}; on the weakest step",
             *_transported(trajectory.to_dict(), trajectory.size),
             *plotted(plot),
         ],
@@ -338,7 +346,7 @@ def audit_command(
     from signed_align.audit import audit_claim, audit_lines, plot_audit
     from signed_align.claims import load_claim
 
-    require_plot(plot, force, [*directories(model), claim])
+    require_plot(plot, force, [*directories(model), *given(claim, text)])
     result = audit_claim(
         model,
         load_claim(claim),

@@ -119,7 +119,8 @@ def report(
 
 def _require_plots_only(folder: Path) -> None:
     """Raise CheckpointError if a directory that may be replaced holds more than plots."""
-    others = [path for path in folder.iterdir() if path.suffix != ".png"] if folder.is_dir() else []
+    entries = list(folder.iterdir()) if folder.is_dir() else []
+    others = [path for path in entries if path.suffix != ".png" or path.is_dir()]
     if others:
         raise CheckpointError(
             f"{folder} is where the page's plots go, and it holds {others[0].name}, which no "

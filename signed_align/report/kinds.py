@@ -69,7 +69,8 @@ COMMANDS = (
         "transport",
         "Gauge transported along checkpoints",
         "gauge steps lost baselines holonomy accuracy",
-        facts=f"gauge {ENDS} {SCORES} lost lost_below holonomy.returned_fraction provenance.from",
+        facts=f"gauge {ENDS} {SCORES} lost lost_below holonomy.returned_fraction provenance.from "
+        "verdict",
         grids=(
             Grid("Steps", "steps"),
             Grid("Baselines", "baselines"),

@@ -171,7 +171,7 @@ class Recovered(Accuracy):
             case [layer] | int(layer):
                 return layer
             case list(layers):
-                return ", ".join(map(str, layers))
+                return in_words(", ".join(map(str, layers)))
             case str(name):
                 return int(name) if re.fullmatch(r"[0-9]{1,9}", name) else in_words(name)
             case _:
