@@ -33,8 +33,8 @@ def alternate(
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def record(name: str, result: dict[str, Any], results: Path = RESULTS) -> None:
-    """Print a result and keep it in a directory with machine, date and command."""
+def record(name: str, result: dict[str, Any], results: Path | None = RESULTS) -> None:
+    """Print a result with machine, date and command, and keep it in a directory if there is one."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     result = {
         **result,
@@ -45,5 +45,6 @@ def record(name: str, result: dict[str, Any], results: Path = RESULTS) -> None:
     }
     text = json.dumps(result, indent=2)
     print(text)
-    results.mkdir(exist_ok=True)
-    (results / f"{name}.json").write_text(text + "\n")
+    if results is not None:
+        results.mkdir(exist_ok=True)
+        (results / f"{name}.json").write_text(text + "\n")

@@ -72,41 +72,48 @@ class Costs:
     def __init__(self, root: Path, quick: bool) -> None:
         self.root = root
         base = Checkpoint.open(finetunes.base())
-        self.concept = sentiment(movie_reviews(), 20 if quick else REVIEWS)
+        self.concept = (
+            sentiment(movie_reviews(), 20, 4) if quick else sentiment(movie_reviews(), REVIEWS)
+        )
         self.direction = root / "direction.pt"
         concept = self.concept
         torch.save(
             contrast_direction(base.path, concept.positive, concept.negative, HOOK), self.direction
         )
-        task = make_task(movie_reviews(), load_tokenizer(base), 0)
-        task.write(root / "tasks")
-        self.adapter = root / "lora"
-        self.examples = 40 if quick else None
-        train_lora(base, task, self.adapter, 0)
+        self.adapter: Path | None = None
+        if not quick:
+            self.adapter = root / "lora"
+            task = make_task(movie_reviews(), load_tokenizer(base), 0)
+            task.write(root / "tasks")
+            train_lora(base, task, self.adapter, 0)
 
-    def measured(self, model: Path, gauge: Gauge | None) -> dict[str, float]:
+    def measured(self, model: Path, gauge: Gauge | None) -> dict[str, float | None]:
         """The direction's effect and the LoRA's accuracy, moved through a gauge or as they are."""
-        direction, adapter = self.direction, self.adapter
-        if gauge is not None:
-            direction, adapter = self.root / "moved.pt", self.root / "moved"
-            port(self.direction, gauge, direction, hook=HOOK, any_source=True, force=True)
-            port(self.adapter, gauge, adapter, any_source=True, force=True)
+        direction = self.moved(self.direction, gauge, hook=HOOK)
         concept = self.concept
         texts = (concept.prompts, concept.towards, concept.against)
-        accuracy = evaluate(
-            model, TASK, adapter=adapter, tasks_dir=self.root / "tasks", limit=self.examples
-        )["accuracy"]
-        return {
-            "direction_effect": steering_effect(model, direction, *texts, hook=HOOK)["effect"],
-            "lora_accuracy": float(accuracy),
-        }
+        effect = steering_effect(model, direction, *texts, hook=HOOK)["effect"]
+        accuracy = None
+        if self.adapter is not None:
+            adapter = self.moved(self.adapter, gauge)
+            tasks = self.root / "tasks"
+            accuracy = evaluate(model, TASK, adapter=adapter, tasks_dir=tasks)["accuracy"]
+        return {"direction_effect": effect, "lora_accuracy": accuracy}
+
+    def moved(self, artifact: Path, gauge: Gauge | None, hook: str | None = None) -> Path:
+        """An artifact moved through a gauge, if there is one."""
+        if gauge is None:
+            return artifact
+        out = artifact.with_name(f"moved-{artifact.name}")
+        port(artifact, gauge, out, hook=hook, any_source=True, force=True)
+        return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the fine-tunes")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
-    parser.add_argument("--quick", action="store_true", help="short fine-tunes, few examples")
+    parser.add_argument("--quick", action="store_true", help="short fine-tunes, no LoRA")
     arguments = parser.parse_args()
     start = time.perf_counter()
     work = finetunes.directory(arguments.work, arguments.quick)

@@ -23,10 +23,10 @@ from signed_align.demo.assets import newspaper_sentences
 from signed_align.matching import Objective
 from signed_align.recovery import Evidence, evidence_from_activations, evidence_from_weights
 
-TOKENS = (36, 72, 144, 288, 576, 1152, 2304, 4608)
+TOKENS = (36, 72, 144, 288, 576, 1152, 2304)
 LAYERS = (0, 1, 8, 15, 22, 29, 30)
 FRACTIONS = tuple(tenth / 10 for tenth in range(11))
-CEILING_TOKENS = 2304
+CEILING_TOKENS = 1152
 INT4_GROUP = 32
 
 
@@ -101,6 +101,8 @@ def noisy(work: Path, root: Path, tokens: tuple[int, ...], quick: bool) -> list[
         "fine-tuned": (lambda: tuned, torch.float32),
     }
     rows = []
+    if quick:
+        makers = {noise: makers[noise] for noise in ("none", "4-bit weights", "fine-tuned")}
     for noise, (make, dtype) in makers.items():
         start = time.perf_counter()
         twin = root / "twin"

@@ -122,18 +122,19 @@ def test_every_space_at_once(tmp_path):
     assert accuracy["ported in all spaces"] == pytest.approx(accuracy["home"], abs=1.01 / 200)
 
 
-def test_a_sentiment_direction_keeps_its_effect(tmp_path):
-    """On a twin, moved by the recovered gauge; without signs it steers the other way."""
+def test_directions_of_sentiment_and_refusal_keep_their_effect(tmp_path):
+    """On a twin, moved by the recovered gauge; without signs sentiment steers the other way."""
     script = Path(__file__).parents[1] / "benchmarks" / "steering.py"
     subprocess.run(
         [sys.executable, script, "--results", tmp_path], check=True, stdout=subprocess.DEVNULL
     )
     result = json.loads((tmp_path / "steering.json").read_text())
-    retention = result["retention"]
-    assert retention["home"]["effect"] > 1
-    assert retention["B_d"]["retained"] >= 0.99
-    for name in ("S_d", "not moved"):
-        assert abs(retention[name]["retained"]) < 0.5, name
+    for concept in ("sentiment", "refusal"):
+        retention = result["concepts"][concept]["retention"]
+        assert retention["home"]["effect"] > 1
+        assert retention["B_d"]["retained"] >= 0.99
+        for name in ("S_d", "not moved"):
+            assert abs(retention[name]["retained"]) < 0.5, (concept, name)
     turned = result["reversed"]["effects"]
     assert turned["home"] > 1
     assert turned["B_d"] == pytest.approx(turned["home"], rel=0.01)
