@@ -252,7 +252,7 @@ def evidence_from_weights(
     left out: they are placeholders, not evidence. ``shuffle_pairs`` and ``seed`` are as in
     :func:`recover`.
     """
-    chart = _common_chart(source, target)
+    chart = common_chart(source, target)
     # the bare model class leaves out the prefix that the causal-LM class puts in front
     names = chart.partners(chart.token_matrices(source.files), chart.token_matrices(target.files))
     if not names:
@@ -310,7 +310,7 @@ def evidence_from_activations(
         One entry per group. Tokens whose norm exceeds 10 times the median norm of their hidden
         state (attention sinks, separators) are left out and counted.
     """
-    chart = _common_chart(source, target)
+    chart = common_chart(source, target)
     size = chart.width
     tokenizer = load_tokenizer(source)
     theirs = vocabulary(target)
@@ -399,7 +399,8 @@ class _Pairing:
         return {} if self._generator is None else {"control": "shuffled pairs"}
 
 
-def _common_chart(source: Checkpoint, target: Checkpoint) -> Chart:
+def common_chart(source: Checkpoint, target: Checkpoint) -> Chart:
+    """The chart of both; raises CheckpointError unless they are of one architecture and size."""
     chart, other = source.chart, target.chart
     if chart.modules != other.modules or chart.sites != other.sites:
         raise CheckpointError(

@@ -36,7 +36,12 @@ from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
 from signed_align.gauge import WEAK_MARGIN, Gauge, margin_quantiles
 from signed_align.matching import Correlation
 from signed_align.progress import track
-from signed_align.recovery import TOKENS_PER_COORDINATE, Evidence, evidence_from_weights
+from signed_align.recovery import (
+    TOKENS_PER_COORDINATE,
+    Evidence,
+    common_chart,
+    evidence_from_weights,
+)
 from signed_align.reliability import Verdict, judge_path, require_reliable
 from signed_align.signed_permutation import SignedPermutation
 
@@ -245,7 +250,8 @@ def transport_along(
     if method == "weights" and (text is not None or max_tokens is not None):
         raise GaugeError("text and tokens have no part in recovering a gauge from weights.")
     checkpoints = [Checkpoint.open(model) for model in path]
-    _require_one_architecture(checkpoints)
+    for other in checkpoints[1:]:
+        common_chart(checkpoints[0], other)
     true_element = _true_element(truth, checkpoints[0], checkpoints[-1])
     pairs = {(here, here + 1) for here in range(last)} | {(0, last)}
     if base is not None:
@@ -379,32 +385,6 @@ def _checkpoints_of(run: Path) -> list[str]:
         if (directory / INCOMPLETE_NAME).exists():
             raise CheckpointError(f"{directory} was not written to its end; remove it.")
     return [str(steps[step]) for step in sorted(steps)]
-
-
-def _require_one_architecture(checkpoints: Sequence[Checkpoint]) -> None:
-    first = checkpoints[0]
-    for other in checkpoints[1:]:
-        alike = (
-            first.chart.modules == other.chart.modules and first.chart.sites == other.chart.sites
-        )
-        if not alike or _measures(first) != _measures(other):
-            raise CheckpointError(
-                f"{_described(first)} and {_described(other)}; a path leads through checkpoints of "
-                "one architecture."
-            )
-
-
-def _measures(checkpoint: Checkpoint) -> tuple[int, int]:
-    """The numbers of residual coordinates and of blocks."""
-    return checkpoint.chart.width, int(checkpoint.config.get_text_config().num_hidden_layers)
-
-
-def _described(checkpoint: Checkpoint) -> str:
-    width, blocks = _measures(checkpoint)
-    return (
-        f"{checkpoint.name} is a {checkpoint.model_type} model of {width} residual coordinates "
-        f"and depth {blocks}"
-    )
 
 
 def _true_element(
@@ -545,7 +525,8 @@ def _match(
 def _activations(
     checkpoint: Checkpoint, todo: Sequence[Batch], dtype: torch.dtype, device: str
 ) -> _Activations:
-    width, blocks = _measures(checkpoint)
+    width = checkpoint.chart.width
+    blocks = int(checkpoint.config.get_text_config().num_hidden_layers)
     size = 4 * width * (blocks + 1) * sum(batch.tokens for batch in todo)
     running = _hidden_states(checkpoint, todo, dtype, device)
     if size <= IN_MEMORY_BYTES:
