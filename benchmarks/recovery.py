@@ -1,9 +1,9 @@
 """How much text, which layers and how much noise recovery of SmolLM2's gauge takes and bears.
 
-Each twin is scrambled, and in addition differs from its source: its weights are rounded to 8 or 4
-bits, it was fine-tuned, or both models run in bfloat16. The ceiling: true gauges with a share of
-positive signs from 0 to 1. An assignment on raw correlations can be right only where the sign is
-positive.
+Each twin is scrambled, and in addition differs from its source: its weights are rounded to 8, 4 or
+3 bits, it was fine-tuned, lightly or hot, or both models run in bfloat16. The ceiling: true gauges
+with a share of positive signs from 0 to 1. An assignment on raw correlations can be right only
+where the sign is positive.
 """
 
 import argparse
@@ -23,11 +23,13 @@ from signed_align.demo.assets import newspaper_sentences
 from signed_align.matching import Objective
 from signed_align.recovery import Evidence, evidence_from_activations, evidence_from_weights
 
-TOKENS = (36, 72, 144, 288, 576, 1152, 2304)
+TOKENS = (18, 36, 72, 144, 288, 576, 1152, 2304)
+WORDS = 12
+"""Sentences are cut to so many words, so that small numbers of tokens can be had."""
 LAYERS = (0, 1, 8, 15, 22, 29, 30)
 FRACTIONS = tuple(tenth / 10 for tenth in range(11))
 CEILING_TOKENS = 1152
-INT4_GROUP = 32
+GROUP = 32
 
 
 def rounded(weight: Tensor, bits: int, group: int | None) -> Tensor:
@@ -50,6 +52,11 @@ def quantised(source: Path, out: Path, bits: int, group: int | None = None) -> P
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(source).save_pretrained(out)
     return out
+
+
+def short_sentences() -> list[str]:
+    """The beginnings of newspaper sentences."""
+    return [" ".join(sentence.split()[:WORDS]) for sentence in newspaper_sentences()]
 
 
 def scores(evidence: Evidence, truth: Gauge) -> list[dict[str, Any]]:
@@ -77,7 +84,7 @@ def grid(
     rows = []
     for count in tokens:
         found = evidence_from_activations(
-            *ends, newspaper_sentences(), layer_groups=groups, max_tokens=count, dtype=dtype
+            *ends, short_sentences(), layer_groups=groups, max_tokens=count, dtype=dtype
         )
         for layers, evidence in found.items():
             shared = {"noise": noise, "layers": layers, "tokens": evidence.provenance["tokens"]}
@@ -89,26 +96,31 @@ def grid(
 
 def noisy(work: Path, root: Path, tokens: tuple[int, ...], quick: bool) -> list[dict[str, Any]]:
     """The grid for each noise; every noise has the same true gauge."""
+    base = finetunes.base()
     tuned = finetunes.light(work, quick=quick)
+    steps = finetunes.hot(quick=quick).steps
+    hot = finetunes.hot_runs(work, quick=quick)[0] / f"checkpoint-{steps}"
     makers: dict[str, tuple[Callable[[], Path], torch.dtype]] = {
-        "none": (finetunes.base, torch.float32),
-        "bfloat16 arithmetic": (finetunes.base, torch.bfloat16),
-        "8-bit weights": (lambda: quantised(finetunes.base(), root / "int8", 8), torch.float32),
+        "none": (lambda: base, torch.float32),
+        "bfloat16 arithmetic": (lambda: base, torch.bfloat16),
+        "8-bit weights": (lambda: quantised(base, root / "int8", 8), torch.float32),
         "4-bit weights": (
-            lambda: quantised(finetunes.base(), root / "int4", 4, INT4_GROUP),
+            lambda: quantised(base, root / "int4", 4, GROUP),
             torch.float32,
         ),
-        "fine-tuned": (lambda: tuned, torch.float32),
+        "3-bit weights": (lambda: quantised(base, root / "int3", 3, GROUP), torch.float32),
+        "light fine-tune": (lambda: tuned, torch.float32),
+        "hot fine-tune": (lambda: hot, torch.float32),
     }
     rows = []
     if quick:
-        makers = {noise: makers[noise] for noise in ("none", "4-bit weights", "fine-tuned")}
+        makers = {noise: makers[noise] for noise in ("none", "3-bit weights", "hot fine-tune")}
     for noise, (make, dtype) in makers.items():
         start = time.perf_counter()
         twin = root / "twin"
         made = make()
         element = scramble(made, twin, seed=0, force=True)
-        rows += grid(noise, finetunes.base(), twin, element, tokens, dtype)
+        rows += grid(noise, base, twin, element, tokens, dtype)
         print(f"{noise}: {time.perf_counter() - start:.0f} s", flush=True)
     return rows
 

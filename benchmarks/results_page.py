@@ -16,6 +16,7 @@ from signed_align.demo.run import PAPER
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 PLOTS = Path("results-plots")
+ONE_LAYER, FEW_TOKENS = "15", 100
 INTRODUCTION = """\
 # Results
 
@@ -52,11 +53,11 @@ def recovery(data: dict[str, Any]) -> str:
     noises = list(dict.fromkeys(row["noise"] for row in grid))
     counts = sorted({row["tokens"] for row in grid if row["tokens"] is not None})
     layers = list(dict.fromkeys(row["layers"] for row in grid if row["tokens"] is not None))
-    most = counts[-1]
+    few = next(count for count in counts if count >= FEW_TOKENS)
 
-    def accuracy(noise: str, layer: str, tokens: int | None) -> float | None:
+    def cell(noise: str, layer: str, tokens: int | None) -> str | None:
         found = [
-            row["sign_accuracy"]
+            f"{row['sign_accuracy']:.3f} ({row['median_margin']:.2f})"
             for row in grid
             if (row["noise"], row["layers"], row["tokens"]) == (noise, layer, tokens)
         ]
@@ -65,13 +66,13 @@ def recovery(data: dict[str, Any]) -> str:
     tokens = table(
         ["tokens", *noises],
         [
-            *([count, *(accuracy(noise, "all", count) for noise in noises)] for count in counts),
-            ["weights", *(accuracy(noise, "weights", None) for noise in noises)],
+            *([count, *(cell(noise, ONE_LAYER, count) for noise in noises)] for count in counts),
+            ["weights", *(cell(noise, "weights", None) for noise in noises)],
         ],
     )
     by_layer = table(
         ["hidden state", *noises],
-        [[layer, *(accuracy(noise, layer, most) for noise in noises)] for layer in layers],
+        [[layer, *(cell(noise, layer, few) for noise in noises)] for layer in layers],
     )
     return f"""\
 Accuracy counts a coordinate if its partner and its sign are right. {data["model"]},
@@ -82,12 +83,13 @@ Largest distance between its accuracy and that share: {data["largest_distance_fr
 
 {ceiling}
 
-By tokens of calibration text, all hidden states pooled, sign-marginalised; 8- and 4-bit weights are
-rounded to nearest, a row or 32 entries at a time:
+Accuracy of the sign-marginalised match and, in brackets, the median margin, by tokens of
+calibration text, from hidden state {ONE_LAYER} alone; the last row from weights. Rounding is to
+nearest, 8 bits a row at a time, 4 and 3 bits 32 entries at a time:
 
 {tokens}
 
-By hidden state (0 is the embedding), with {most} tokens:
+By hidden state (0 is the embedding), with {few} tokens:
 
 {by_layer}"""
 
