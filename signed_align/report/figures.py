@@ -101,7 +101,11 @@ def _draw_series(axis: Any, series: Series, names: list[str], *, logarithmic: bo
         spread = ends if ends.any() else None
         if numbers:  # larger marks behind smaller ones, so that equal values can be told apart
             mark = {"marker": MARKERS[number % len(MARKERS)], "markersize": max(9 - 2 * number, 3)}
-            axis.errorbar(shown, values, yerr=spread, capsize=3, **mark, **style)
+            # side by side, where they have spreads that would cover each other
+            apart = spread is not None and len(places) > 1 and not logarithmic
+            step = (max(places) - min(places)) / len(places) / 20 if apart else 0.0
+            at = [x + (number - (len(names) - 1) / 2) * step for x in shown]
+            axis.errorbar(at, values, yerr=spread, capsize=3, **mark, **style)
         else:
             width = 0.8 / len(names)
             shift = (number - (len(names) - 1) / 2) * width

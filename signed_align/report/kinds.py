@@ -256,7 +256,7 @@ BENCHMARKS = (
             Plot(
                 "steps",
                 "Signs that are right after so many steps of training: the mean over seeds, and "
-                "one standard deviation.",
+                "from the lowest seed to the highest.",
                 _accuracies(shapes.Curves.by_steps),
             ),
             Plot(

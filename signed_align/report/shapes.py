@@ -236,10 +236,10 @@ class Recovery(Shape):
 
 
 class Spread(Shape):
-    """A mean over seeds, with its standard deviation."""
+    """A mean over seeds, and the value of each."""
 
     mean: Share
-    deviation: Annotated[float, Field(ge=0, le=LARGEST)]
+    values: Annotated[list[Share], Field(min_length=1)]
 
 
 class Curve(Shape):
@@ -302,7 +302,10 @@ class Curves(Shape):
 
 def _add(series: dict[str, dict[Any, Point]], means: Mapping[str, Spread], x: int) -> None:
     for name, spread in means.items():
-        series.setdefault(name, {})[x] = Point(spread.mean, spread.deviation, spread.deviation)
+        # the mean may be rounded, and then lie outside the values
+        below = max(0.0, round(spread.mean - min(spread.values), 6))
+        above = max(0.0, round(max(spread.values) - spread.mean, 6))
+        series.setdefault(name, {})[x] = Point(spread.mean, below, above)
 
 
 def _collected(values: Iterable[tuple[str, Any, float]]) -> Series:
