@@ -25,7 +25,7 @@ from signed_align.errors import CheckpointError, GaugeError
 from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.matching import Correlation, Objective, match
 from signed_align.progress import track
-from signed_align.reliability import judge, require_reliable
+from signed_align.reliability import CONTROL, judge, require_reliable
 from signed_align.site_matching import match_site
 from signed_align.sites import evidence_by_activations
 from signed_align.weight_matching import WeightMatching, partners_of, with_matches
@@ -396,27 +396,33 @@ class _Pairing:
     @property
     def provenance(self) -> dict[str, Any]:
         """What a gauge says of it."""
-        return {} if self._generator is None else {"control": "shuffled pairs"}
+        return {} if self._generator is None else {CONTROL: "shuffled pairs"}
 
 
 def common_chart(source: Checkpoint, target: Checkpoint) -> Chart:
     """The chart of both; raises CheckpointError unless they are of one architecture and size."""
     chart, other = source.chart, target.chart
-    if chart.modules != other.modules or chart.sites != other.sites:
-        raise CheckpointError(
-            f"{source.name} is a {chart.model_type} model and {target.name} a "
-            f"{other.model_type} model; a gauge leads between models of one architecture."
-        )
     depths = [int(one.config.get_text_config().num_hidden_layers) for one in (source, target)]
-    if depths[0] != depths[1]:
+    if chart.model_type == other.model_type and depths[0] != depths[1]:
         raise CheckpointError(
             f"{source.name} has {depths[0]} layers and {target.name} {depths[1]}; a gauge leads "
             "between models of one architecture."
         )
-    if chart.width != other.width:
+    if chart.model_type == other.model_type and chart.width != other.width:
         raise CheckpointError(
             f"{source.name} has {chart.width} residual coordinates and "
             f"{target.name} {other.width}; no gauge leads between them."
+        )
+    if (chart.modules, chart.sites, chart.width, depths[0]) != (
+        other.modules,
+        other.sites,
+        other.width,
+        depths[1],
+    ):
+        raise CheckpointError(
+            f"{source.name} is a {chart.model_type} model and {target.name} a "
+            f"{other.model_type} model with other weights (biases, heads or MLPs); a gauge leads "
+            "between models of one architecture."
         )
     return chart
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from signed_align.chart import RESIDUAL
 from signed_align.errors import GaugeError, SignedAlignWarning, UnreliableGaugeError
 from signed_align.gauge import WEAK_MARGIN, Gauge
-from signed_align.matching import Match
+from signed_align.matching import Match, Objective
 from signed_align.signed_permutation import SignedPermutation
 
 NOISE_FACTOR = 2.0
@@ -28,6 +28,9 @@ NOISE_FACTOR = 2.0
 Between unrelated samples of 48 coordinates or more, independent or driven by a few common factors,
 less than a third of the coordinates have a margin above it.
 """
+
+CONTROL = "control"
+"""The key of a gauge's provenance that says that it was recovered as a negative control."""
 
 RELIABLE_SHARE = 0.5
 """A gauge is reliable if at least this share of its coordinates is sure."""
@@ -104,8 +107,8 @@ class Verdict:
 
     def __str__(self) -> str:
         found = (
-            f"{self.sure_fraction:.1%} of the coordinates have a partner with a margin of "
-            f"{self.needed_margin:.3f} or more"
+            f"{self.sure_fraction:.1%} of the coordinates are sure (margin "
+            f"{self.needed_margin:.3f} or more)"
         )
         if self.finding is Finding.SAME_COORDINATES:
             return (
@@ -113,7 +116,7 @@ class Verdict:
                 "artifacts there fit as they are"
             )
         if self.finding is Finding.GAUGE:
-            return f"a gauge: {found}"
+            return f"a gauge: {found}, {self.moved_fraction:.1%} are sure and move"
         return f"no reliable gauge: only {found}"
 
 
@@ -174,23 +177,42 @@ def require_reliable(gauge: Gauge) -> None:
     if verdict is None or verdict.finding is not Finding.NO_GAUGE:
         return
     source, target = _ends(gauge)
+    found = (
+        f"fewer than {RELIABLE_SHARE:.0%} of the coordinates ({verdict.sure_fraction:.1%}) have a "
+        f"partner with a margin of {verdict.needed_margin:.3f} or more"
+    )
+    if CONTROL in gauge.provenance:
+        raise UnreliableGaugeError(
+            f"as it should be, no gauge is found between {gauge.provenance[CONTROL]} of {source} "
+            f"and {target}: {found}.",
+            {**verdict.to_dict(), CONTROL: gauge.provenance[CONTROL]},
+        )
     raise UnreliableGaugeError(
-        f"no reliable gauge leads from {source} to {target}: fewer than {RELIABLE_SHARE:.0%} of "
-        f"the coordinates ({verdict.sure_fraction:.1%}) have a partner with a margin of "
-        f"{verdict.needed_margin:.3f} or more. The models may be unrelated, rotated against each "
-        "other, or trained too far apart; more text, other evidence or checkpoints in between "
-        "may help, and accepting weak gauges takes it as it is.",
+        f"no reliable gauge leads from {source} to {target}: {found}. The models may be unrelated, "
+        "rotated against each other, or trained too far apart. More text, weights instead of "
+        "activations or the reverse, or checkpoints in between may help; to go on all the same, "
+        "pass --accept-weak (in a recipe accept_weak: true, from Python accept_weak=True).",
         verdict.to_dict(),
     )
 
 
 def warn_of_verdict(gauge: Gauge) -> None:
-    """Warn, before something is moved, if the verdict says that nothing should be."""
+    """Warn, before something is moved, if the verdict says that nothing should be.
+
+    So too if the gauge is a baseline, which is not the one that the verdict speaks of.
+    """
     verdict = Verdict.of(gauge)
-    if verdict is None or verdict.finding is Finding.GAUGE:
+    objective = gauge.provenance.get("objective")
+    baseline = objective in (Objective.SIGNED.value, Objective.PERMUTATION.value)
+    if verdict is None or (verdict.finding is Finding.GAUGE and not baseline):
         return
     source, target = _ends(gauge)
-    if verdict.finding is Finding.SAME_COORDINATES:
+    if verdict.finding is Finding.GAUGE:
+        message = (
+            f"the gauge from {source} to {target} is the baseline {objective!r}, which gives every "
+            "coordinate the sign +: what is moved through it breaks unless these signs are right."
+        )
+    elif verdict.finding is Finding.SAME_COORDINATES:
         message = (
             f"{source} and {target} have the same coordinates in the residual stream: what lives "
             f"there fits as it is, and {_moved_all_the_same(gauge)}."

@@ -291,3 +291,24 @@ def test_outputs_never_replace_what_a_command_reads(models, twin, tmp_path):
     fails("merge", tmp_path / "out" / "recipe.yml", tmp_path / "out", "--force",
           match="overlaps the input")  # fmt: skip
     assert inside.read_bytes() == truth.read_bytes()
+
+
+@pytest.mark.parametrize("objective", ["signed", "permutation"])
+def test_a_baseline_is_not_moved_through_in_silence(models, tmp_path, objective):
+    scramble(models[0], tmp_path / "twin", seed=1)
+    gauge = recover(models[0], tmp_path / "twin", objective=objective)
+    torch.save(torch.randn(tiny.WIDTH), tmp_path / "vector.pt")
+    with pytest.warns(SignedAlignWarning, match=f"is the baseline '{objective}'"):
+        port(
+            tmp_path / "vector.pt",
+            gauge,
+            tmp_path / "moved.pt",
+            hook="blocks.0.hook_resid_post",
+            any_source=True,
+        )
+
+
+def test_a_control_that_passes_says_so(models):
+    with pytest.raises(UnreliableGaugeError, match="^as it should be, no gauge is found") as found:
+        recover(models[0], models[0], shuffle_pairs=True)
+    assert found.value.details["verdict"]["control"] == "shuffled pairs"

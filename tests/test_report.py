@@ -100,6 +100,7 @@ KIND_OF = {
     "inspect-gauge.json": "inspect gauge",
     "inspect-model.json": "inspect model",
     "merge.json": "merge",
+    "no-gauge.json": "no gauge",
     "peft.json": "support --peft",
     "port.json": "port",
     "recovery.json": "benchmark: recovery",
@@ -165,6 +166,7 @@ def results(tmp_path_factory):
     keep("support", "support", "llama")
     keep("peft", "support", "--peft", "lora", "vera")
     keep("error", "inspect", root / "none", code=2)
+    keep("no-gauge", "gauge", source, source, "--shuffle-pairs", "-o", root / "no", code=3)
     shutil.copy(DEMO, folder)
     write(folder / "recovery.json", RECOVERY)
     write(folder / "trajectories.json", TRAJECTORIES)

@@ -199,12 +199,16 @@ def barrier_command(
     """Measure the loss on the straight path from A to B, before and after alignment."""
     from signed_align.barrier import measure_barrier, plot_paths
     from signed_align.gauge import Gauge
+    from signed_align.reliability import warn_of_verdict
 
     require_plot(plot, force, [*directories(a, b), *given(gauge, text)])
+    loaded = Gauge.load(gauge) if gauge is not None else None
+    if loaded is not None:
+        warn_of_verdict(loaded)
     paths = measure_barrier(
         a,
         b,
-        gauge=Gauge.load(gauge) if gauge is not None else None,
+        gauge=loaded,
         text=text,
         points=points,
         max_tokens=tokens,
@@ -214,6 +218,9 @@ def barrier_command(
     final = paths["aligned"] if "aligned" in paths else paths["straight"]
     return Report(
         {
+            "a": a,
+            "b": b,
+            "gauge": str(gauge) if gauge else None,
             "barrier_nats": final.barrier,
             "paths": {name: path.to_dict() for name, path in paths.items()},
             "plot": str(plot) if plot else None,

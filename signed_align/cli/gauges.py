@@ -45,7 +45,13 @@ OBJECTIVES = ["sign_marginalized", "signed", "permutation"]
     help="By default activations if --text is given, weights otherwise.",
 )
 @text_option
-@click.option("--objective", type=click.Choice(OBJECTIVES), default=OBJECTIVES[0])
+@click.option(
+    "--objective",
+    type=click.Choice(OBJECTIVES),
+    default=OBJECTIVES[0],
+    show_default=True,
+    help="What is matched by; signed and permutation are baselines, with every sign +.",
+)
 @spaces_option
 @click.option("--layers", help="Hidden states to use, such as 1,15,-2; by default all.")
 @click.option(
@@ -87,7 +93,7 @@ def gauge_command(
     from signed_align.files import require_free
     from signed_align.gauge import Gauge, by_kind
     from signed_align.recovery import recover
-    from signed_align.reliability import Verdict
+    from signed_align.reliability import Finding, Verdict, warn_of_verdict
 
     read = [*directories(source, target), *given(text, truth)]
     require_free(out, directory=False, force=force, inputs=read)
@@ -115,6 +121,8 @@ def gauge_command(
     summary = gauge.summary()
     verdict = Verdict.of(gauge)
     assert verdict is not None
+    if verdict.finding is not Finding.SAME_COORDINATES:  # a line of the report says that one
+        warn_of_verdict(gauge)
     residual = summary["spaces"]["residual"]
     kinds = by_kind(gauge, true_gauge)
     data = {
@@ -270,13 +278,13 @@ def _transported(data: dict[str, Any], size: int) -> list[str]:
     names = ["/".join(Path(step["target"]).parts[-2:]) for step in data["steps"]]
     width = max(len(name) for name in ["step to", *names])
     scored = "sign_accuracy" in data["steps"][0]
-    heading = "margin min  median   weak  moved  lost" + ("  right" if scored else "")
+    heading = "margin min  median   weak  moved  lost so far" + ("  right" if scored else "")
     lines = [f"  {'step to':{width}}  {heading}"]
     for name, step in zip(names, data["steps"], strict=True):
         margin, right = step["margin"], f"  {step['sign_accuracy']:5.3f}" if scored else ""
         lines.append(
             f"  {name:{width}}  {margin['min']:10.3f}  {margin['median']:6.3f}  "
-            f"{step['weak_fraction']:5.3f}  {step['moved_fraction']:5.3f}  {step['lost']:4}{right}"
+            f"{step['weak_fraction']:5.3f}  {step['moved_fraction']:5.3f}  {step['lost']:11}{right}"
         )
     lines.append(
         f"  lost (margin < {data['lost_below']:g} on the way): {len(data['lost'])} of {size}"

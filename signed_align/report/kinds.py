@@ -58,6 +58,15 @@ ORIGIN = "machine python date command"
 SPACES = Grid("Every space", "spaces")
 BY_KIND = Grid("Spaces by kind", "kinds")
 
+VERDICT = "verdict.finding verdict.sure_fraction verdict.moved_fraction verdict.needed_margin"
+
+NO_GAUGE = Kind(
+    "no gauge",
+    "No reliable gauge between two models",
+    "error verdict",
+    facts=f"error {VERDICT} verdict.control",
+    shape=shapes.Failure,
+)
 FAILED = Kind("error", "A command that failed", "error", shape=shapes.Failure)
 
 GAUGE_FILE = Kind(
@@ -69,8 +78,8 @@ COMMANDS = (
         "transport",
         "Gauge transported along checkpoints",
         "gauge steps lost baselines holonomy accuracy",
-        facts=f"gauge {ENDS} {SCORES} lost lost_below holonomy.returned_fraction provenance.from "
-        "verdict",
+        facts=f"{VERDICT} gauge {ENDS} {SCORES} lost lost_below holonomy.returned_fraction "
+        "provenance.from",
         grids=(
             Grid("Steps", "steps"),
             Grid("Baselines", "baselines"),
@@ -92,7 +101,7 @@ COMMANDS = (
         "gauge",
         "Gauge recovered between two models",
         "gauge kinds spaces source target provenance",
-        facts=f"gauge {ENDS} {SCORES} provenance",
+        facts=f"{VERDICT} gauge {ENDS} {SCORES} provenance",
         grids=(BY_KIND, SPACES),
         shape=shapes.GaugeOutput,
         plots=(MARGINS,),
@@ -117,7 +126,7 @@ COMMANDS = (
         "barrier",
         "Loss on the straight path between two models",
         "barrier_nats paths",
-        facts="barrier_nats",
+        facts="a b gauge barrier_nats",
         grids=(Grid("Paths", "paths", LOSSES),),
         shape=shapes.Barrier,
         plots=(Plot("barrier", BARRIER_CAPTION, _paths(lambda data: data["paths"])),),
@@ -269,5 +278,5 @@ BENCHMARKS = (
     Kind("benchmark", "Benchmark", "machine python date command"),
 )
 
-KINDS = (FAILED, *COMMANDS, *BENCHMARKS)
+KINDS = (NO_GAUGE, FAILED, *COMMANDS, *BENCHMARKS)
 """In the order in which they are asked: what has more keys comes before what has fewer."""
