@@ -136,4 +136,4 @@ def test_directions_of_sentiment_and_refusal_keep_their_effect(tmp_path):
         assert retention["home"]["effect"] > 0.2
         assert retention["B_d"]["retained"] >= 0.99
         for name in ("S_d", "not moved"):
-            assert abs(retention[name]["retained"]) < 0.5, (concept, name)
+            assert retention[name]["retained"] < 0.6, (concept, name)
