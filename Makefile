@@ -32,14 +32,14 @@ lint: $(stamp)
 	cp -r adapters merge_methods recipes build/typed/signed_align/
 	cd build/typed && $(abspath $(bin))/mypy --config-file ../../pyproject.toml -p signed_align
 
-# Every experiment in full: two to three hours on two cores. docs/results.md has the results.
+# The experiments in full, but for the demo: two to three hours on two cores. Then make docs/results.md.
 benchmarks: $(stamp)
 	for one in apply merge spaces seeds $(experiments); do \
 	    $(bin)/python benchmarks/$$one.py || exit 1; \
 	done
 	$(bin)/python benchmarks/trajectories.py --smollm2
 
-# Every experiment at reduced size, in under a quarter of an hour; results in build/.
+# The experiments of docs/results.md at reduced size; results in build/.
 benchmarks-quick: $(stamp)
 	$(bin)/signed-align demo --quiet --json --out build/demo-out > /dev/null
 	mkdir -p build/results && cp build/demo-out/demo.json build/results/
@@ -47,8 +47,8 @@ benchmarks-quick: $(stamp)
 	    $(bin)/python benchmarks/$$one.py --quick --results build/results || exit 1; \
 	done
 	$(bin)/python benchmarks/trajectories.py --smollm2 --quick --results build/results
-	$(bin)/python benchmarks/results_page.py --results build/results --out build/results.md
 	$(bin)/signed-align report build/results -o build/results.html --force
+	$(bin)/python benchmarks/results_page.py --results build/results --out build/results.md
 
 # The results page and its plots.
 docs/results.md: $(stamp)

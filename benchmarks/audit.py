@@ -9,7 +9,7 @@ import argparse
 import time
 from pathlib import Path
 
-from common import RESULTS, record
+from common import record, results_of
 
 from signed_align import audit_claim
 from signed_align.claims import TopAttribution, TopMeanDifference, TopWeights
@@ -23,7 +23,7 @@ REVIEWS = 40
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
+    parser.add_argument("--results", type=Path, help="directory of the result")
     parser.add_argument("--twins", type=int, default=TWINS)
     parser.add_argument("--quick", action="store_true", help="two twins")
     arguments = parser.parse_args()
@@ -47,7 +47,7 @@ def main() -> None:
             **{way: audit.mean(way) for way in ("as_stated", "true_gauge", "recovered_gauge")},
             "seconds": round(time.perf_counter() - start, 1),
         }
-    record("audit", result, arguments.results)
+    record("audit", result, results_of(arguments))
 
 
 if __name__ == "__main__":

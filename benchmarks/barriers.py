@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import finetunes
-from common import RESULTS, record
+from common import record, results_of
 
 from signed_align import Checkpoint, recover, scramble
 from signed_align.barrier import Barrier, LossPath
@@ -36,7 +36,7 @@ def summary(path: LossPath) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the fine-tunes")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
+    parser.add_argument("--results", type=Path, help="directory of the result")
     parser.add_argument("--quick", action="store_true", help="short fine-tunes, few points")
     arguments = parser.parse_args()
     tokens, points = (256, 3) if arguments.quick else (TOKENS, POINTS)
@@ -74,7 +74,7 @@ def main() -> None:
             "pairs": rows,
             "seconds": round(time.perf_counter() - start, 1),
         },
-        arguments.results,
+        results_of(arguments),
     )
 
 

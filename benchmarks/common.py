@@ -1,5 +1,6 @@
 """What the benchmarks share: where results go, and a note of the machine and the day."""
 
+import argparse
 import json
 import os
 import platform
@@ -33,6 +34,12 @@ def alternate(
     return statistics.median(times[0]), statistics.median(times[1])
 
 
+def results_of(arguments: argparse.Namespace) -> Path | None:
+    """Where a result is kept: a quick one only where ``--results`` says."""
+    given: Path | None = arguments.results
+    return given or (None if arguments.quick else RESULTS)
+
+
 def record(name: str, result: dict[str, Any], results: Path | None = RESULTS) -> None:
     """Print a result with machine, date and command, and keep it in a directory if there is one."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -46,5 +53,5 @@ def record(name: str, result: dict[str, Any], results: Path | None = RESULTS) ->
     text = json.dumps(result, indent=2)
     print(text)
     if results is not None:
-        results.mkdir(exist_ok=True)
+        results.mkdir(parents=True, exist_ok=True)
         (results / f"{name}.json").write_text(text + "\n")

@@ -13,14 +13,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import finetunes
 import torch
 from click.testing import CliRunner
-from common import RESULTS, record
-from training import ARCHITECTURE, Training, trained
+from common import record, results_of
+from training import trained
+from trajectories import BASE, HELD_OUT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from signed_align import scramble
@@ -29,9 +31,6 @@ from signed_align.demo.assets import newspaper_sentences
 
 TRIALS = 20
 TOKENS = 576
-SMALL = Training(
-    seed=0, steps=600, batch=16, context=64, architecture={**ARCHITECTURE, "num_hidden_layers": 4}
-)
 SMALL_SEEDS = 5
 """Every two of them are a pair: ten."""
 
@@ -41,18 +40,18 @@ Trial = tuple[Path, Path, tuple[str, ...]]
 
 def small_models(work: Path, quick: bool) -> list[Path]:
     """Small Llamas from several seeds; the bases of ``trajectories.py``, if they are there."""
-    sentences = newspaper_sentences()[:-500]
-    steps = 100 if quick else SMALL.steps
+    sentences = newspaper_sentences()[:-HELD_OUT]
+    steps = 100 if quick else BASE.steps
     paths = []
     for seed in range(3 if quick else SMALL_SEEDS):
         paths.append(work / ("trajectories-quick" if quick else "trajectories") / f"seed-{seed}")
         paths[-1] = paths[-1] / ("control" if quick else "base")
         paths[-1].parent.mkdir(parents=True, exist_ok=True)
-        trained(paths[-1], Training(**{**vars(SMALL), "seed": seed, "steps": steps}), sentences)
+        trained(paths[-1], replace(BASE, seed=seed, steps=steps), sentences)
     return paths
 
 
-def random_twins_of_shape(root: Path, count: int) -> Iterator[Path]:
+def random_models_of_shape(root: Path, count: int) -> Iterator[Path]:
     """Models of SmolLM2's shape, with its tokenizer and random weights, one at a time."""
     config = AutoConfig.from_pretrained(finetunes.base())
     tokenizer = AutoTokenizer.from_pretrained(finetunes.base())
@@ -64,8 +63,10 @@ def random_twins_of_shape(root: Path, count: int) -> Iterator[Path]:
         yield root / "random"
 
 
-def outcome(trial: Trial, options: Iterable[str], out: Path) -> dict[str, Any]:
-    """What `signed-align gauge` says: its exit code, its verdict, and whether it wrote a file."""
+def outcome(
+    trial: Trial, options: Iterable[str], out: Path, *, gauge_expected: bool
+) -> dict[str, Any]:
+    """What `signed-align gauge` says: its exit code, its verdict, and whether that is right."""
     source, target, more = trial
     arguments = ["gauge", source, target, "-o", out, *options, *more, "--json"]
     done = CliRunner().invoke(signed_align, [str(argument) for argument in arguments])
@@ -78,7 +79,9 @@ def outcome(trial: Trial, options: Iterable[str], out: Path) -> dict[str, Any]:
         "finding": said["verdict"]["finding"],
         "sure_fraction": said["verdict"]["sure_fraction"],
         "identity": identity,
-        "as_expected": (done.exit_code == 3 and not written) or identity,
+        "as_expected": (done.exit_code == 0 and identity)
+        if gauge_expected
+        else (done.exit_code == 3 and not written),
     }
 
 
@@ -98,10 +101,10 @@ def summed(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the small models")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
+    parser.add_argument("--results", type=Path, help="directory of the result")
     parser.add_argument("--quick", action="store_true", help="three trials of each control")
     arguments = parser.parse_args()
-    arguments.work.mkdir(exist_ok=True)
+    arguments.work.mkdir(parents=True, exist_ok=True)
     trials = 3 if arguments.quick else TRIALS
     start = time.perf_counter()
     base = finetunes.base()
@@ -120,7 +123,7 @@ def main() -> None:
         def unrelated() -> Iterator[Trial]:
             half = small[: trials // 2]
             yield from ((a, b, ()) for a, b in half)
-            random = random_twins_of_shape(root, trials - len(half))
+            random = random_models_of_shape(root, trials - len(half))
             yield from ((base, other, ()) for other in random)
 
         def shuffled() -> Iterator[Trial]:
@@ -137,7 +140,9 @@ def main() -> None:
             found: dict[str, list[dict[str, Any]]] = {method: [] for method in evidence}
             for trial in make():
                 for method, options in evidence.items():
-                    found[method].append(outcome(trial, options, root / "gauge"))
+                    found[method].append(
+                        outcome(trial, options, root / "gauge", gauge_expected=name == "identity")
+                    )
             controls[name] = {method: summed(outcomes) for method, outcomes in found.items()}
             print(name, json.dumps(controls[name]), flush=True)
     record(
@@ -148,7 +153,7 @@ def main() -> None:
             "controls": controls,
             "seconds": round(time.perf_counter() - start, 1),
         },
-        arguments.results,
+        results_of(arguments),
     )
 
 

@@ -1,8 +1,8 @@
 """Fine-tuned pairs of SmolLM2: the everyday case, in which nothing has to be moved.
 
-Training moves no coordinate to another place, so the true gauge is the identity. Said is whether
-the tool recognises it, how many coordinates it gets right, and what porting a sentiment direction
-and a LoRA through the recovered gauge costs, compared with using them as they are.
+Training moves no coordinate to another place, so the true gauge is the identity. Measured are
+whether the tool recognises it, how many coordinates it gets right, and what porting a sentiment
+direction and a LoRA through the recovered gauge costs, compared with using them as they are.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 
 import finetunes
 import torch
-from common import RESULTS, record
+from common import record, results_of
 from concepts import sentiment
 
 from signed_align import Checkpoint, Gauge, port, recover
@@ -25,7 +25,6 @@ from signed_align.evaluation import evaluate
 from signed_align.steering import contrast_direction
 
 TOKENS = 2304
-HOOK = "blocks.14.hook_resid_post"
 REVIEWS = 200
 
 
@@ -77,9 +76,9 @@ class Costs:
         )
         self.direction = root / "direction.pt"
         concept = self.concept
-        torch.save(
-            contrast_direction(base.path, concept.positive, concept.negative, HOOK), self.direction
-        )
+        self.hook = f"blocks.{concept.layer}.hook_resid_post"
+        direction = contrast_direction(base.path, concept.positive, concept.negative, self.hook)
+        torch.save(direction, self.direction)
         self.adapter: Path | None = None
         if not quick:
             self.adapter = root / "lora"
@@ -89,10 +88,10 @@ class Costs:
 
     def measured(self, model: Path, gauge: Gauge | None) -> dict[str, float | None]:
         """The direction's effect and the LoRA's accuracy, moved through a gauge or as they are."""
-        direction = self.moved(self.direction, gauge, hook=HOOK)
+        direction = self.moved(self.direction, gauge, hook=self.hook)
         concept = self.concept
         texts = (concept.prompts, concept.towards, concept.against)
-        effect = steering_effect(model, direction, *texts, hook=HOOK)["effect"]
+        effect = steering_effect(model, direction, *texts, hook=self.hook)["effect"]
         accuracy = None
         if self.adapter is not None:
             adapter = self.moved(self.adapter, gauge)
@@ -112,7 +111,7 @@ class Costs:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the fine-tunes")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
+    parser.add_argument("--results", type=Path, help="directory of the result")
     parser.add_argument("--quick", action="store_true", help="short fine-tunes, no LoRA")
     arguments = parser.parse_args()
     start = time.perf_counter()
@@ -146,11 +145,11 @@ def main() -> None:
         {
             "model": "SmolLM2-135M-Instruct",
             "tokens": TOKENS,
-            "hook": HOOK,
+            "hook": costs.hook,
             "pairs": rows,
             "seconds": round(time.perf_counter() - start, 1),
         },
-        arguments.results,
+        results_of(arguments),
     )
 
 

@@ -1,4 +1,4 @@
-"""How much text, which layers and how much noise recovery of SmolLM2's gauge takes and bears.
+"""What recovery of SmolLM2's gauge needs and withstands: tokens, layers and noise.
 
 Each twin is scrambled, and in addition differs from its source: its weights are rounded to 8, 4 or
 3 bits, it was fine-tuned, lightly or hot, or both models run in bfloat16. The ceiling: true gauges
@@ -15,7 +15,7 @@ from typing import Any
 
 import finetunes
 import torch
-from common import RESULTS, record
+from common import record, results_of
 from torch import Tensor
 
 from signed_align import Checkpoint, Gauge, SignedPermutation, apply, scramble
@@ -119,8 +119,8 @@ def noisy(work: Path, root: Path, tokens: tuple[int, ...], quick: bool) -> list[
         start = time.perf_counter()
         twin = root / "twin"
         made = make()
-        element = scramble(made, twin, seed=0, force=True)
-        rows += grid(noise, base, twin, element, tokens, dtype)
+        truth = scramble(made, twin, seed=0, force=True)
+        rows += grid(noise, base, twin, truth, tokens, dtype)
         print(f"{noise}: {time.perf_counter() - start:.0f} s", flush=True)
     return rows
 
@@ -157,7 +157,7 @@ def ceiling(root: Path, fractions: tuple[float, ...], tokens: int) -> list[dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the models")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
+    parser.add_argument("--results", type=Path, help="directory of the result")
     parser.add_argument("--quick", action="store_true", help="less text, fewer fractions")
     arguments = parser.parse_args()
     tokens, fractions, ceiling_tokens = TOKENS, FRACTIONS, CEILING_TOKENS
@@ -178,7 +178,7 @@ def main() -> None:
             ),
             "grid": noisy(work, root, tokens, arguments.quick),
         }
-    record("recovery", result, arguments.results)
+    record("recovery", result, results_of(arguments))
 
 
 if __name__ == "__main__":

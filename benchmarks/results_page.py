@@ -6,6 +6,7 @@ here.
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,7 @@ INTRODUCTION = """\
 Made by `make docs/results.md` from [benchmarks/results](../benchmarks/results); do not edit. B_d
 are signed permutations, S_d permutations alone. The paper's figures are of the same kinds of
 experiment on other models: what can be compared is what arrives, not the level. `make
-benchmarks-quick` runs all of these at reduced size, in a quarter of an hour; what is below comes
-from the full commands.
+benchmarks-quick` runs all of these at reduced size.
 """
 
 
@@ -41,7 +41,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def recovery(data: dict[str, Any]) -> str:
-    """The ceiling, and the grid at its ends."""
+    """The ceiling; accuracy by tokens at one layer, and by layer with few tokens."""
     ceiling = table(
         ["share of + signs", "raw signed", "S_d", "B_d"],
         [
@@ -91,7 +91,10 @@ nearest, 8 bits a row at a time, 4 and 3 bits 32 entries at a time:
 
 By hidden state (0 is the embedding), with {few} tokens:
 
-{by_layer}"""
+{by_layer}
+
+The lowest accuracy of the sign-marginalised match anywhere in the grid is
+{min(row["sign_accuracy"] for row in grid):.3f}."""
 
 
 def controls(data: dict[str, Any]) -> str:
@@ -111,7 +114,9 @@ def controls(data: dict[str, Any]) -> str:
     return f"""\
 On unrelated models and on shuffled pairs `signed-align gauge` has to end with exit code 3 and write
 nothing; for a model and itself it has to report the identity. A gauge needs half of the coordinates
-to be sure. {data["model"]}.
+to be sure. {data["model"]}: half of the unrelated pairs
+are small Llamas trained from different seeds, half are SmolLM2 and a model of its shape with random
+weights. The identity from weights has nothing random in it: its trials are one, repeated.
 
 {table(["control", "evidence", "as it must", "share of sure coordinates"], rows)}"""
 
@@ -145,10 +150,13 @@ def trajectories(data: dict[str, Any]) -> str:
         "transport − endpoint, points", "not lost", "right of these", "right of the lost",
     ]  # fmt: skip
     return f"""\
-{data["model"]}: two runs of one base, on movie reviews and on tweets, AdamW without warm-up,
-clipping or decay. The true gauge between their ends is the identity; accuracy is the share of
-coordinates matched with themselves, with sign +, from {data["calibration_tokens"]} tokens of
-newspaper sentences that no run was trained on. Mean and standard deviation over seeds.
+{data["model"]}: two runs of one base, on movie reviews and on tweets, AdamW without
+warm-up or clipping, at a constant learning rate, with weight decay
+{data["run"]["weight_decay"]:g}. The true gauge between their ends is the identity; accuracy is the
+share of coordinates matched with themselves, with sign +, from
+{data["calibration_tokens"]} tokens of newspaper sentences that no run was trained on. Mean and, of
+several seeds, standard deviation; the last two columns are over the seeds that have such
+coordinates.
 
 {table(header, rows)}"""
 
@@ -172,7 +180,7 @@ refusing harmless instructions over following them. Gauges are recovered from we
 
 {table(["direction", "moved by", "effect", "retained"], rows)}
 
-S_d images of random signs are about orthogonal to the direction. Of three layers and four twins the
+S_d images of random signs are about orthogonal to the direction. Of several layers and twins the
 image that points away the most has a cosine of {turned["cosine"]:.3f}, and an effect of
 {turned["effects"]["S_d"]:.3f} where the direction at home has {turned["effects"]["home"]:.3f}."""
 
@@ -194,8 +202,8 @@ held-out examples through lm-eval; the base model is at chance.
 
 {lora}
 
-A small top-k SAE at `{data["sae"]["hook_name"]}`, on {data["sae"]["tokens"]} held-out tokens. It is
-no better at home; what counts is that nothing is lost.
+A small top-k SAE at `{data["sae"]["hook_name"]}`, on {data["sae"]["tokens"]} held-out tokens. Its
+error is as large at home; what counts is that moving adds none.
 
 {sae}"""
 
@@ -233,8 +241,8 @@ def resume(data: dict[str, Any]) -> str:
 scrambled in every space, and resumed there on the same batches, with the weights moved right. Of
 each run: the largest relative departure of a step's loss from home's; the distance of the final
 weights, moved back, from home's, as a share of the way that home went since the checkpoint; and how
-much of home's fall of the held-out loss it achieves. That last one does not tell a right resume
-from a fresh start, which at six steps can even gain; the departures do.
+much of home's fall of the held-out loss it achieves. The last figure does not tell a correct resume
+from a fresh start, which over six steps can even do better; the departures do.
 
 {table(header, rows)}"""
 
@@ -294,7 +302,8 @@ Training moves no coordinate, so the truth is the identity, and nothing has to b
 {table(header, found)}
 
 What a sentiment direction and a LoRA, both made on the base, do on the second model: as they are,
-and moved through the gauge that was recovered (accepted even where it is weak).
+and moved through the gauge that was recovered. Where that gauge is the identity porting changes
+nothing, and the figures as they are are repeated.
 
 {table(["pair", "moved", "direction, nats", "LoRA accuracy"], costs)}"""
 
@@ -314,14 +323,14 @@ SECTIONS: tuple[Section, ...] = (
 )
 
 
-def origin(name: str, data: dict[str, Any]) -> str:
+def origin(name: str, data: dict[str, Any], folder: str) -> str:
     """Which command made a result, where and when."""
     command = data.get("command", "make demo")
-    file = f"[{name}.json](../benchmarks/results/{name}.json)"
+    file = f"[{name}.json]({folder}/{name}.json)"
     return f"*`{command}`, {data['machine']}, {data['date']}, {file}*"
 
 
-def plots_of(name: str) -> list[str]:
+def plots_of(name: str, folder: Path) -> list[str]:
     """The plots that ``signed-align report`` drew of a result: 07-NAME-what.png."""
     names = [section for section, *_ in SECTIONS]
 
@@ -329,17 +338,26 @@ def plots_of(name: str) -> list[str]:
         stem = plot.stem.partition("-")[2]
         return max((one for one in names if stem.startswith(f"{one}-")), key=len, default=None)
 
-    found = sorted((PAGE.parent / PLOTS).glob("*.png"))
+    found = sorted(folder.glob("*.png"))
     return [plot.name for plot in found if owner(plot) == name]
 
 
-def page(results: Path) -> str:
-    """The whole page; raises FileNotFoundError if a result is missing."""
+def page(results: Path, out: Path = PAGE) -> str:
+    """The whole page, to stand at ``out``; raises FileNotFoundError if a result is missing."""
     parts = [INTRODUCTION]
     for name, title, section in SECTIONS:
         data = json.loads((results / f"{name}.json").read_text())
-        plots = [f"![{title}]({PLOTS / plot})" for plot in plots_of(name)]
-        parts.append("\n\n".join([f"## {title}", section(data), *plots, origin(name, data)]))
+        plots = [f"![{title}]({PLOTS / plot})" for plot in plots_of(name, out.parent / PLOTS)]
+        parts.append(
+            "\n\n".join(
+                [
+                    f"## {title}",
+                    section(data),
+                    *plots,
+                    origin(name, data, os.path.relpath(results, out.parent)),
+                ]
+            )
+        )
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -348,7 +366,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=PAGE)
     arguments = parser.parse_args()
-    arguments.out.write_text(page(arguments.results))
+    arguments.out.write_text(page(arguments.results, arguments.out))
 
 
 if __name__ == "__main__":

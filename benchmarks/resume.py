@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, record
+from common import record, results_of
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -79,8 +79,7 @@ def main() -> None:
         result = measure(QUICK if arguments.quick else Size())
     finally:
         shutil.rmtree(WORK, ignore_errors=True)
-    results = arguments.results or (None if arguments.quick else RESULTS)
-    record("resume", result, results)
+    record("resume", result, results_of(arguments))
 
 
 def permuted(checkpoint: Path, moved: Path, gauge: Gauge) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, record
+from common import record, results_of
 from concepts import Concept, refusal, sentiment
 
 from signed_align import Checkpoint, Gauge, port, recover, scramble
@@ -67,8 +67,7 @@ def main() -> None:
             },
             "reversed": studies["sentiment"].reversal(places, truths),
         }
-    results = arguments.results or (None if arguments.quick else RESULTS)
-    record("steering", result, results)
+    record("steering", result, results_of(arguments))
 
 
 class Study:

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,14 +22,14 @@ from typing import Any
 
 import finetunes
 import torch
-from common import RESULTS, record
+from common import record, results_of
 from training import ARCHITECTURE, Training, trained
 from transformers.utils import logging
 
 from signed_align import transport_along
 from signed_align.demo.assets import movie_reviews, newspaper_sentences, tweets
 from signed_align.errors import SignedAlignWarning
-from signed_align.trajectory import path_of_runs
+from signed_align.trajectory import Trajectory, path_of_runs
 
 HELD_OUT = 500
 """Newspaper sentences that no model is trained on: the text that checkpoints are matched on."""
@@ -146,7 +145,7 @@ def transported(
     return rows
 
 
-def right_share(found: Any, *, kept: bool) -> float | None:
+def right_share(found: Trajectory, *, kept: bool) -> float | None:
     """The share of coordinates that are right among those that were kept, or lost."""
     lost = torch.zeros(found.size, dtype=torch.bool)
     lost[found.lost] = True
@@ -210,10 +209,9 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=LEARNING_RATES)
     parser.add_argument("--workers", type=int, default=1, help="seeds at a time, a thread each")
     parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the models")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the result")
+    parser.add_argument("--results", type=Path, help="directory of the result")
     parser.add_argument("--quick", action="store_true", help="one seed, one rate, short runs")
     arguments = parser.parse_args()
-    start = time.perf_counter()
     if arguments.smollm2:
         rows = smollm2_rows(finetunes.directory(arguments.work, arguments.quick), arguments.quick)
         result = {
@@ -228,9 +226,8 @@ def main() -> None:
         {
             **result,
             "curves": curves_of(rows),
-            "seconds": round(time.perf_counter() - start, 1),
         },
-        arguments.results,
+        results_of(arguments),
     )
 
 
@@ -250,7 +247,7 @@ def small_models(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], d
             jobs = [pool.submit(measure, seed, rate, base, run, lengths, work) for seed in seeds]
             rows += [row for job in jobs for row in job.result()]
     return rows, {
-        "model": "byte-level Llama, 4 layers, 128 coordinates",
+        "model": "A byte-level Llama of 4 layers and 128 coordinates",
         "base": asdict(base),
         "run": asdict(run),
         "calibration_tokens": CALIBRATION_TOKENS,

@@ -123,8 +123,8 @@ def recover(
     seed : int
         Chooses the sentences, if there are more than are used.
     shuffle_pairs : bool
-        A negative control: pair each sample of the source with another sample of the target. No
-        gauge must be found.
+        A negative control: pair the samples of source and target at random. No gauge must be
+        found.
     accept_weak : bool
         Return a gauge whose evidence does not speak for one.
 
@@ -421,8 +421,8 @@ def common_chart(source: Checkpoint, target: Checkpoint) -> Chart:
     ):
         raise CheckpointError(
             f"{source.name} is a {chart.model_type} model and {target.name} a "
-            f"{other.model_type} model with other weights (biases, heads or MLPs); a gauge leads "
-            "between models of one architecture."
+            f"{other.model_type} model with other weights (layers, width, biases, heads or MLPs); "
+            "a gauge leads between models of one architecture."
         )
     return chart
 

@@ -17,7 +17,6 @@ import click
 from signed_align import __version__
 from signed_align.errors import SignedAlignError, SignedAlignWarning
 
-BAD_INPUT = 2
 POSITIVE = click.IntRange(min=1)
 SEED = click.IntRange(0, 2**32 - 1)
 

@@ -61,7 +61,7 @@ OBJECTIVES = ["sign_marginalized", "signed", "permutation"]
 @click.option(
     "--shuffle-pairs",
     is_flag=True,
-    help="A negative control: pair each sample of SOURCE with another of TARGET.",
+    help="A negative control: pair the samples of SOURCE and TARGET at random.",
 )
 @click.option("--seed", default=0, type=SEED, show_default=True, help="Chooses text and pairs.")
 @accept_weak_option
@@ -266,7 +266,7 @@ def transport_command(
         [
             f"Transported a gauge of {trajectory.size} residual coordinates along {len(path)} "
             f"checkpoints, from {method}; it is in {out}.",
-            f"  {verdict}; on the weakest step",
+            f"  {verdict}; sure counts the weakest step",
             *_transported(trajectory.to_dict(), trajectory.size),
             *plotted(plot),
         ],

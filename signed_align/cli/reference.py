@@ -99,7 +99,9 @@ def report_command(directory: Path, out: Path, title: str, force: bool) -> Repor
 
 
 @command("demo")
-@click.option("--model", help="Checkpoint or Hub id; by default SmolLM2-135M from the index.")
+@click.option(
+    "--model", help="Checkpoint or Hub id; by default SmolLM2-135M from the Python package index."
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
