@@ -446,7 +446,7 @@ def test_the_command_along_two_runs(runs, tmp_path):
     assert data["verdict"]["moved_fraction"] == 0
     lines = run(*arguments, "-o", tmp_path / "h").stdout
     assert "along 9 checkpoints, from activations" in lines
-    assert "on the weakest step" in lines
+    assert "sure counts the weakest step" in lines
     assert "far-b/checkpoint-100" in lines
     assert f"lost (margin < 0 on the way): {len(data['lost'])} of 48" in lines
     assert "holonomy: 0." in lines
