@@ -19,6 +19,7 @@ from signed_align.errors import CheckpointError, SignedAlignError, SignedAlignWa
 from signed_align.gauge import Gauge
 from signed_align.labels import transport_all
 from signed_align.progress import track
+from signed_align.reliability import warn_of_verdict
 
 DEFAULT_POINTS = 11
 DEFAULT_TOKENS = 4096
@@ -180,6 +181,7 @@ def measure_barrier(
         raise SignedAlignError(f"a path needs 3 points or more to have a peak; got {points}.")
     start, end = Checkpoint.open(a), Checkpoint.open(b)
     if gauge is not None:
+        warn_of_verdict(gauge)
         gauge.require_source(start.identity)
         gauge.require_target(end.identity)
         start.chart.require_native(gauge)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from signed_align.activations import (
+    Batch,
     batches,
     load_model,
     load_tokenizer,
@@ -184,7 +185,7 @@ def recover(
     todo = batches(
         load_tokenizer(start),
         sentences,
-        max_tokens=_token_limit(start, max_tokens),
+        max_tokens=_token_limit(start.chart.width, max_tokens),
         seed=seed,
     )
     seen = evidence_by_activations(start, end, matching.sites, todo, dtype=dtype, device=device)
@@ -239,8 +240,18 @@ def _require_control_of_residual(kinds: Sequence[str], shuffle_pairs: bool) -> N
         )
 
 
-def _token_limit(checkpoint: Checkpoint, asked: int | None) -> int:
-    return TOKENS_PER_COORDINATE * checkpoint.chart.width if asked is None else asked
+def _token_limit(width: int, asked: int | None) -> int:
+    return TOKENS_PER_COORDINATE * width if asked is None else asked
+
+
+def calibration(
+    tokenizer: Any, sentences: Sequence[str], width: int, max_tokens: int | None, seed: int
+) -> list[Batch]:
+    """Batches of text to match ``width`` coordinates on; warns if their tokens are few."""
+    limit = _token_limit(width, max_tokens)
+    todo = batches(tokenizer, sentences, max_tokens=limit, seed=seed)
+    warn_if_few(sum(batch.tokens for batch in todo), width, TOKENS_PER_COORDINATE)
+    return todo
 
 
 def evidence_from_weights(
@@ -269,7 +280,7 @@ def evidence_from_weights(
             kept = typical(x, y)
             left_out += len(kept) - int(kept.sum())
             correlation.add(x[kept], pair(y[kept]), stream=name)
-    return _evidence(
+    return evidence_of(
         correlation,
         chart,
         source,
@@ -319,14 +330,8 @@ def evidence_from_activations(
             f"{source.name} and {target.name} have different tokenizers, so they cannot be run on "
             "the same tokens; recover the gauge from weights instead."
         )
-    todo = batches(
-        tokenizer,
-        sentences,
-        max_tokens=_token_limit(source, max_tokens),
-        seed=seed,
-    )
+    todo = calibration(tokenizer, sentences, size, max_tokens, seed)
     tokens = sum(batch.tokens for batch in todo)
-    warn_if_few(tokens, size, TOKENS_PER_COORDINATE)
     source_model = load_model(source, head=False, dtype=dtype, device=device)
     target_model = load_model(target, head=False, dtype=dtype, device=device)
     states = int(source.config.get_text_config().num_hidden_layers) + 1
@@ -344,7 +349,7 @@ def evidence_from_activations(
                 seen[name] += len(kept)
                 correlations[name].add(x[kept], pair(y[kept]), stream=str(state))
     return {
-        name: _evidence(
+        name: evidence_of(
             correlation,
             chart,
             source,
@@ -362,7 +367,7 @@ def evidence_from_activations(
     }
 
 
-def _evidence(
+def evidence_of(
     correlation: Correlation,
     chart: Chart,
     source: Checkpoint,
@@ -370,8 +375,11 @@ def _evidence(
     provenance: dict[str, Any],
     independent_samples: int,
 ) -> Evidence:
+    """What a correlation says of two checkpoints; raises GaugeError if no sample went into it."""
     if not correlation.samples:
-        raise GaugeError("no usable sample is left to recover a gauge from.")
+        raise GaugeError(
+            f"no usable sample is left to match {source.name} with {target.name}: all are zero."
+        )
     return Evidence(
         correlation=correlation.matrix(),
         chart=chart,

@@ -21,13 +21,11 @@ from torch import Tensor
 
 from signed_align.activations import (
     Batch,
-    batches,
     hidden_states,
     load_model,
     load_tokenizer,
     sentences_of,
     typical,
-    warn_if_few,
 )
 from signed_align.chart import RESIDUAL
 from signed_align.checkpoint import INCOMPLETE_NAME, Checkpoint
@@ -37,10 +35,10 @@ from signed_align.gauge import WEAK_MARGIN, Gauge, margin_quantiles
 from signed_align.matching import Correlation
 from signed_align.progress import track
 from signed_align.recovery import (
-    TOKENS_PER_COORDINATE,
-    Evidence,
+    calibration,
     common_chart,
     evidence_from_weights,
+    evidence_of,
 )
 from signed_align.reliability import Verdict, judge_path, require_reliable
 from signed_align.signed_permutation import SignedPermutation
@@ -449,12 +447,8 @@ def _require_tokenizers_everywhere_or_nowhere(checkpoints: Sequence[Checkpoint])
 def _calibration(
     checkpoints: Sequence[Checkpoint], sentences: Sequence[str], max_tokens: int | None, seed: int
 ) -> list[Batch]:
-    width = checkpoints[0].chart.width
-    limit = TOKENS_PER_COORDINATE * width if max_tokens is None else max_tokens
-    todo = batches(_shared_tokenizer(checkpoints), sentences, max_tokens=limit, seed=seed)
-    tokens = sum(batch.tokens for batch in todo)
-    warn_if_few(tokens, width, TOKENS_PER_COORDINATE)
-    return todo
+    tokenizer, width = _shared_tokenizer(checkpoints), checkpoints[0].chart.width
+    return calibration(tokenizer, sentences, width, max_tokens, seed)
 
 
 # ---- activations, each checkpoint's once ---------------------------------------------------------
@@ -503,22 +497,14 @@ def _match(
             kept = typical(x, y)
             seen += len(kept)
             correlation.add(x[kept], y[kept], stream=str(state))
-    if not correlation.samples:
-        raise GaugeError(
-            f"no usable sample is left to match {source.name} with {target.name}: all are zero."
-        )
-    return Evidence(
-        correlation=correlation.matrix(),
-        chart=source.chart,
-        source=source.identity,
-        target=target.identity,
-        provenance={
-            "method": "activations",
-            "tokens": sum(batch.tokens for batch in todo),
-            "left_out": seen - correlation.samples,
-            "samples": correlation.samples,
-        },
-        independent_samples=min(sum(batch.tokens for batch in todo), correlation.samples),
+    tokens = sum(batch.tokens for batch in todo)
+    return evidence_of(
+        correlation,
+        source.chart,
+        source,
+        target,
+        {"method": "activations", "tokens": tokens, "left_out": seen - correlation.samples},
+        min(tokens, correlation.samples),
     ).gauge()
 
 

@@ -199,16 +199,12 @@ def barrier_command(
     """Measure the loss on the straight path from A to B, before and after alignment."""
     from signed_align.barrier import measure_barrier, plot_paths
     from signed_align.gauge import Gauge
-    from signed_align.reliability import warn_of_verdict
 
     require_plot(plot, force, [*directories(a, b), *given(gauge, text)])
-    loaded = Gauge.load(gauge) if gauge is not None else None
-    if loaded is not None:
-        warn_of_verdict(loaded)
     paths = measure_barrier(
         a,
         b,
-        gauge=loaded,
+        gauge=Gauge.load(gauge) if gauge is not None else None,
         text=text,
         points=points,
         max_tokens=tokens,
