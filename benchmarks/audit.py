@@ -5,11 +5,9 @@ activations, by attribution of a logit difference, and by the weights of a ridge
 what two random sets of ten share.
 """
 
-import argparse
 import time
-from pathlib import Path
 
-from common import record, results_of
+from common import parser_of, record, results_of
 
 from signed_align import audit_claim
 from signed_align.claims import TopAttribution, TopMeanDifference, TopWeights
@@ -22,10 +20,8 @@ REVIEWS = 40
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, help="directory of the result")
+    parser = parser_of(__doc__, "two twins")
     parser.add_argument("--twins", type=int, default=TWINS)
-    parser.add_argument("--quick", action="store_true", help="two twins")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.twins = 2

@@ -6,14 +6,13 @@ measured: by permutations alone (S_d) and by signed permutations (B_d), both rec
 weights.
 """
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import finetunes
-from common import record, results_of
+from common import parser_of, record, results_of
 
 from signed_align import Checkpoint, recover, scramble
 from signed_align.barrier import Barrier, LossPath
@@ -34,16 +33,11 @@ def summary(path: LossPath) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the fine-tunes")
-    parser.add_argument("--results", type=Path, help="directory of the result")
-    parser.add_argument("--quick", action="store_true", help="short fine-tunes, few points")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "short fine-tunes, few points", "the fine-tunes").parse_args()
     tokens, points = (256, 3) if arguments.quick else (TOKENS, POINTS)
     start = time.perf_counter()
     work = finetunes.directory(arguments.work, arguments.quick)
-    steps = finetunes.hot(quick=arguments.quick).steps
-    ends = [run / f"checkpoint-{steps}" for run in finetunes.hot_runs(work, quick=arguments.quick)]
+    ends = finetunes.hot_ends(work, quick=arguments.quick)
     base = finetunes.base()
     rows = []
     with tempfile.TemporaryDirectory(dir=work) as directory:

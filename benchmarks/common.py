@@ -1,12 +1,12 @@
 """What the benchmarks share: where results go, and a note of the machine and the day."""
 
-import argparse
 import json
 import os
 import platform
 import statistics
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -34,7 +34,22 @@ def alternate(
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def results_of(arguments: argparse.Namespace) -> Path | None:
+def parser_of(description: str | None, quick: str, work: str | None = None) -> ArgumentParser:
+    """The options that experiments share; ``quick`` and ``work`` say what two of them do.
+
+    A script that keeps nothing in a working directory gives no ``work``.
+    """
+    parser = ArgumentParser(description=description)
+    if work is not None:
+        parser.add_argument("--work", type=Path, default=Path("build"), help=f"keeps {work}")
+    parser.add_argument("--results", type=Path, help="directory of the result")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{quick}; kept only where --results says"
+    )
+    return parser
+
+
+def results_of(arguments: Namespace) -> Path | None:
     """Where a result is kept: a quick one only where ``--results`` says."""
     given: Path | None = arguments.results
     return given or (None if arguments.quick else RESULTS)

@@ -6,7 +6,6 @@ twenty trials the command has to end with exit code 3 and write nothing; for a m
 has to report the identity.
 """
 
-import argparse
 import itertools
 import json
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 import finetunes
 import torch
 from click.testing import CliRunner
-from common import record, results_of
+from common import parser_of, record, results_of
 from training import trained
 from trajectories import BASE, HELD_OUT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -99,11 +98,7 @@ def summed(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the small models")
-    parser.add_argument("--results", type=Path, help="directory of the result")
-    parser.add_argument("--quick", action="store_true", help="three trials of each control")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "three trials of each control", "the small models").parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     trials = 3 if arguments.quick else TRIALS
     start = time.perf_counter()

@@ -55,6 +55,13 @@ def hot_runs(work: Path, *, quick: bool = False) -> tuple[Path, Path]:
     return reviews, _tuned(work / "hot-tweets", other, [row.text for row in tweets()])
 
 
+def hot_ends(work: Path, *, quick: bool = False) -> tuple[Path, Path]:
+    """The last checkpoints of the two hot runs."""
+    reviews, other = hot_runs(work, quick=quick)
+    last = f"checkpoint-{hot(quick=quick).steps}"
+    return reviews / last, other / last
+
+
 def _tuned(directory: Path, training: Training, texts: list[str]) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     trained(directory, training, texts, base())

@@ -5,7 +5,6 @@ whether the tool recognises it, how many coordinates it gets right, and what por
 direction and a LoRA through the recovered gauge costs, compared with using them as they are.
 """
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import finetunes
 import torch
-from common import record, results_of
+from common import parser_of, record, results_of
 from concepts import sentiment
 
 from signed_align import Checkpoint, Gauge, port, recover
@@ -31,18 +30,15 @@ REVIEWS = 200
 def pairs(work: Path, quick: bool) -> dict[str, tuple[Path, Path]]:
     """From the least to the most that training did between a model and the other."""
     base = finetunes.base()
-    reviews, tweets = finetunes.hot_runs(work, quick=quick)
-    steps = finetunes.hot(quick=quick).steps
-    first = finetunes.hot(quick=quick).save_every
+    reviews, tweets = finetunes.hot_ends(work, quick=quick)
+    training = finetunes.hot(quick=quick)
+    steps, first = training.steps, training.save_every
     return {
         "base and itself": (base, base),
         "base and a light fine-tune": (base, finetunes.light(work, quick=quick)),
-        f"base and {first} hot steps": (base, reviews / f"checkpoint-{first}"),
-        f"base and {steps} hot steps": (base, reviews / f"checkpoint-{steps}"),
-        f"{steps} hot steps and {steps} others": (
-            reviews / f"checkpoint-{steps}",
-            tweets / f"checkpoint-{steps}",
-        ),
+        f"base and {first} hot steps": (base, reviews.with_name(f"checkpoint-{first}")),
+        f"base and {steps} hot steps": (base, reviews),
+        f"{steps} hot steps and {steps} others": (reviews, tweets),
     }
 
 
@@ -109,11 +105,7 @@ class Costs:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the fine-tunes")
-    parser.add_argument("--results", type=Path, help="directory of the result")
-    parser.add_argument("--quick", action="store_true", help="short fine-tunes, no LoRA")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "short fine-tunes, no LoRA", "the fine-tunes").parse_args()
     start = time.perf_counter()
     work = finetunes.directory(arguments.work, arguments.quick)
     base = finetunes.base()

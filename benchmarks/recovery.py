@@ -6,7 +6,6 @@ with a share of positive signs from 0 to 1. An assignment on raw correlations ca
 where the sign is positive.
 """
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 import finetunes
 import torch
-from common import record, results_of
+from common import parser_of, record, results_of
 from torch import Tensor
 
 from signed_align import Checkpoint, Gauge, SignedPermutation, apply, scramble
@@ -98,8 +97,7 @@ def noisy(work: Path, root: Path, tokens: tuple[int, ...], quick: bool) -> list[
     """The grid for each noise; every noise has the same true gauge."""
     base = finetunes.base()
     tuned = finetunes.light(work, quick=quick)
-    steps = finetunes.hot(quick=quick).steps
-    hot = finetunes.hot_runs(work, quick=quick)[0] / f"checkpoint-{steps}"
+    hot, _ = finetunes.hot_ends(work, quick=quick)
     makers: dict[str, tuple[Callable[[], Path], torch.dtype]] = {
         "none": (lambda: base, torch.float32),
         "bfloat16 arithmetic": (lambda: base, torch.bfloat16),
@@ -155,11 +153,7 @@ def ceiling(root: Path, fractions: tuple[float, ...], tokens: int) -> list[dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the models")
-    parser.add_argument("--results", type=Path, help="directory of the result")
-    parser.add_argument("--quick", action="store_true", help="less text, fewer fractions")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "less text, fewer fractions", "the models").parse_args()
     tokens, fractions, ceiling_tokens = TOKENS, FRACTIONS, CEILING_TOKENS
     if arguments.quick:
         tokens, fractions, ceiling_tokens = (144, 576), (0.0, 0.5, 1.0), 576

@@ -14,7 +14,6 @@ does not tell that a run is the same, only the departures do: so early in a trai
 optimizer, whose first steps are long, may even get further.
 """
 
-import argparse
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import record, results_of
+from common import parser_of, record, results_of
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -64,14 +63,7 @@ QUICK = Size(half=2, whole=4, window=32, held_out=4, spaces=("residual",))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, help="directory of the result")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="few steps, short windows; kept only where --results says: does it run?",
-    )
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "few steps, short windows").parse_args()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     shutil.rmtree(WORK, ignore_errors=True)

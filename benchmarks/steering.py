@@ -9,14 +9,13 @@ with permutations alone (S_d), and not at all. Retained is the effect's share of
 layer is fixed for each concept, and what other layers would give at home is said beside it.
 """
 
-import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import record, results_of
+from common import parser_of, record, results_of
 from concepts import Concept, refusal, sentiment
 
 from signed_align import Checkpoint, Gauge, port, recover, scramble
@@ -34,14 +33,7 @@ QUICK = (20, 4, 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, help="directory of the result")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="few reviews and prompts, one layer, one twin; kept only where --results says",
-    )
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "few reviews and prompts, one layer, one twin").parse_args()
     reviews, prompts, twins = QUICK if arguments.quick else (REVIEWS, PROMPTS, TWINS)
     model = smollm2()
     concepts = {

@@ -22,7 +22,7 @@ from typing import Any
 
 import finetunes
 import torch
-from common import record, results_of
+from common import parser_of, record, results_of
 from training import ARCHITECTURE, Training, trained
 from transformers.utils import logging
 
@@ -203,14 +203,11 @@ def curves_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, "one seed, one rate, short runs", "the models")
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2, once, instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--rates", type=float, nargs="+", default=LEARNING_RATES)
     parser.add_argument("--workers", type=int, default=1, help="seeds at a time, a thread each")
-    parser.add_argument("--work", type=Path, default=Path("build"), help="keeps the models")
-    parser.add_argument("--results", type=Path, help="directory of the result")
-    parser.add_argument("--quick", action="store_true", help="one seed, one rate, short runs")
     arguments = parser.parse_args()
     if arguments.smollm2:
         rows = smollm2_rows(finetunes.directory(arguments.work, arguments.quick), arguments.quick)
