@@ -1,4 +1,8 @@
-"""The errors a user can act on. Each message says what was found, what was expected, what to do."""
+"""The errors a user can act on. Each message says what was found, what was expected, what to do.
+
+The command line ends with the exit code of the error: 2 for bad input, 3 where no reliable gauge is
+found, 4 where a result does not keep its promise. An exception of any other class is a bug, code 1.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +14,7 @@ def one_line(error: Exception) -> str:
 
 
 class SignedAlignError(Exception):
-    """Bad input. The command line prints it as one sentence and exits with ``exit_code``."""
+    """What a user can act on, in one sentence. The command line exits with ``exit_code``."""
 
     exit_code = 2
 
@@ -44,11 +48,30 @@ class ChartError(SignedAlignError):
 
 
 class CheckpointError(SignedAlignError):
-    """A checkpoint that cannot be read, or an output that cannot be written."""
+    """A checkpoint that cannot be read, or that does not fit another one."""
 
 
 class ArtifactError(SignedAlignError):
     """An adapter, SAE or recipe that cannot be moved, with the reason."""
+
+
+class OutputError(SignedAlignError):
+    """An output that may not be, or cannot be, written; nothing of it is left behind."""
+
+
+class VerificationError(SignedAlignError):
+    """A result that does not agree as its claim implies; ``measured`` says what was found."""
+
+    exit_code = 4
+
+    def __init__(self, message: str, measured: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.measured = dict(measured)
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What was measured."""
+        return {"verification": self.measured}
 
 
 class SignedAlignWarning(UserWarning):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from signed_align.errors import CheckpointError
+from signed_align.errors import OutputError
 
 
 def require_free(
@@ -30,26 +30,26 @@ def require_free(
 
     Raises
     ------
-    CheckpointError
+    OutputError
         If the output may not be written there.
     """
     if not str(final) or str(final) == ".":
-        raise CheckpointError("the output has no name of its own.")
+        raise OutputError("the output has no name of its own.")
     place = Path(os.path.realpath(final))
     if Path.cwd().is_relative_to(place):
-        raise CheckpointError(f"{final} holds the working directory; choose another output.")
+        raise OutputError(f"{final} holds the working directory; choose another output.")
     for source in inputs:
         origin = Path(os.path.realpath(source))
         if place.is_relative_to(origin) or origin.is_relative_to(place):
-            raise CheckpointError(f"the output {final} overlaps the input {source}.")
+            raise OutputError(f"the output {final} overlaps the input {source}.")
     if place.exists() and not (place.is_dir() or place.is_file()):
-        raise CheckpointError(f"{final} is neither a file nor a directory; choose another output.")
+        raise OutputError(f"{final} is neither a file nor a directory; choose another output.")
     if place.exists() and place.is_dir() != directory:
         found, wanted = ("directory", "file") if place.is_dir() else ("file", "directory")
-        raise CheckpointError(f"{final} is a {found}; the output is a {wanted}.")
+        raise OutputError(f"{final} is a {found}; the output is a {wanted}.")
     empty = place.is_dir() and not any(place.iterdir())
     if place.exists() and not empty and not force:
-        raise CheckpointError(f"{final} exists already; choose another name or pass --force.")
+        raise OutputError(f"{final} exists already; choose another name or pass --force.")
     return place
 
 
@@ -69,7 +69,7 @@ def atomic_path(
 
     Raises
     ------
-    CheckpointError
+    OutputError
         If the output may not be, or cannot be, written.
     """
     place = require_free(final, directory=directory, force=force, inputs=inputs)
@@ -77,7 +77,7 @@ def atomic_path(
         place.parent.mkdir(parents=True, exist_ok=True)
         holder = Path(tempfile.mkdtemp(prefix=f".{place.name[:64]}.partial-", dir=place.parent))
     except OSError as error:
-        raise CheckpointError(f"{final} cannot be written: {error.strerror}.") from error
+        raise OutputError(f"{final} cannot be written: {error.strerror}.") from error
     try:
         temporary, replaced = holder / place.name, holder / "replaced"
         if directory:
@@ -92,6 +92,6 @@ def atomic_path(
                 os.replace(replaced, place)
             raise
     except OSError as error:
-        raise CheckpointError(f"writing {final} failed: {error}.") from error
+        raise OutputError(f"writing {final} failed: {error}.") from error
     finally:
         shutil.rmtree(holder, ignore_errors=True)

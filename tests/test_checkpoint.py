@@ -9,7 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from signed_align import Checkpoint, Gauge, SignedPermutation, apply, scramble
-from signed_align.errors import ChartError, CheckpointError, GaugeError, SignedAlignError
+from signed_align.errors import (
+    ChartError,
+    GaugeError,
+    OutputError,
+    SignedAlignError,
+)
 from signed_align.files import require_free
 from tests import tiny
 
@@ -202,7 +207,7 @@ def test_an_existing_directory_is_kept(tmp_path, twin):
     source, _, gauge = twin
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(OutputError, match="exists already"):
         apply(gauge, source, tmp_path / "out")
     assert (tmp_path / "out" / "precious").read_text() == "x"
     apply(gauge, source, tmp_path / "out", force=True)
@@ -215,16 +220,16 @@ def test_an_output_never_takes_the_place_of_an_input(tmp_path, twin, monkeypatch
     source = shutil.copytree(twin[0], tmp_path / "models" / "source")
     before = tensors_of(source)
     for out in (source, tmp_path / "models", source / "inside"):
-        with pytest.raises(CheckpointError, match="overlaps the input"):
+        with pytest.raises(OutputError, match="overlaps the input"):
             apply(gauge, source, out, force=True)
     monkeypatch.chdir(tmp_path)
     for out in ("", ".", "..", tmp_path):
-        with pytest.raises(CheckpointError, match=r"no name|working directory"):
+        with pytest.raises(OutputError, match=r"no name|working directory"):
             apply(gauge, source, out, force=True)
-    with pytest.raises(CheckpointError, match="is a directory; the output is a file"):
+    with pytest.raises(OutputError, match="is a directory; the output is a file"):
         gauge.save(source, force=True)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="is a file; the output is a directory"):
+    with pytest.raises(OutputError, match="is a file; the output is a directory"):
         apply(gauge, source, tmp_path / "file", force=True)
     assert identical(tensors_of(source), before)
 
@@ -234,7 +239,7 @@ def test_a_failed_replacement_keeps_what_was_there(tmp_path):
 
     (tmp_path / "old").write_text("precious")
     with (
-        pytest.raises(CheckpointError, match="failed"),
+        pytest.raises(OutputError, match="failed"),
         atomic_path(tmp_path / "old", directory=False, force=True),
     ):
         pass  # nothing is written
@@ -276,5 +281,5 @@ def test_a_hub_id_is_taken_from_the_cache(tmp_path, twin, monkeypatch):
 def test_a_pipe_or_device_is_never_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for directory in (True, False):
-        with pytest.raises(CheckpointError, match="neither a file nor a directory"):
+        with pytest.raises(OutputError, match="neither a file nor a directory"):
             require_free(tmp_path / "pipe", directory=directory, force=True)

@@ -317,3 +317,25 @@ def test_help_needs_neither_torch_nor_transformers():
     assert done.returncode == 0, done.stderr
     for command in COMMANDS:
         assert command in done.stdout
+
+
+def test_an_exception_of_another_kind_is_called_a_bug(monkeypatch):
+    def broken(thing):
+        raise ZeroDivisionError("division\nby zero")
+
+    monkeypatch.setattr("signed_align.inspection.inspect", broken)
+    result = run("inspect", "thing", "--json", code=1)
+    assert json.loads(result.stdout)["exit_code"] == 1
+    (line,) = result.stderr.splitlines()
+    assert "a bug in signed-align" in line
+    assert "ZeroDivisionError: division by zero" in line
+    monkeypatch.setenv("SIGNED_ALIGN_TRACEBACK", "1")
+    assert "Traceback" in run("inspect", "thing", code=1).stderr
+
+
+def test_an_interrupt_is_not_called_a_bug(monkeypatch):
+    def interrupted(thing):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("signed_align.inspection.inspect", interrupted)
+    assert "interrupted" in run("inspect", "thing", code=130).stderr

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from signed_align import Gauge, SignedAlignError, SignedPermutation
-from signed_align.errors import CheckpointError, GaugeError
+from signed_align.errors import GaugeError, OutputError
 from signed_align.gauge import ModelIdentity
 
 A, B, C = (ModelIdentity(name, name * 8, "llama") for name in "abc")
@@ -70,7 +70,7 @@ def test_accuracy_counts_signs_only_where_the_partner_is_right():
 def test_an_existing_file_is_kept(tmp_path):
     path = tmp_path / "g.safetensors"
     gauge(1).save(path)
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(OutputError, match="exists already"):
         gauge(2).save(path)
     gauge(2).save(path, force=True)
     assert Gauge.load(path).provenance["seed"] == 2

@@ -91,10 +91,10 @@ def test_every_recipe_runs_on_it(demo, tmp_path, monkeypatch):
 
 
 def test_a_second_demo_replaces_the_first_and_nothing_else(tmp_path):
-    from signed_align.errors import CheckpointError
+    from signed_align.errors import OutputError
 
     (tmp_path / "precious").write_text("x")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(OutputError, match="exists already"):
         run_demo(out=tmp_path)
     assert (tmp_path / "precious").read_text() == "x"
 

@@ -5,17 +5,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from signed_align import __version__
-from signed_align.errors import SignedAlignError, SignedAlignWarning
+from signed_align.errors import SignedAlignError, SignedAlignWarning, one_line
+
+BUG = 1
+"""The exit code of an exception that is not one of ours. Ours have their own, from 2 on."""
+
+INTERRUPTED = 130
+"""The exit code after an interrupt from the keyboard, as shells have it."""
+
+TRACEBACK = "SIGNED_ALIGN_TRACEBACK"
+"""The environment variable that shows where a bug is."""
 
 POSITIVE = click.IntRange(min=1)
 SEED = click.IntRange(0, 2**32 - 1)
@@ -111,11 +122,27 @@ def _run(
                 report = function(**arguments)
             printed = _json_of({**report.data, "warnings": said}) if as_json else None
         except SignedAlignError as error:
-            if as_json:
-                click.echo(json.dumps({"error": str(error), **error.details}, allow_nan=False))
-            click.echo(f"error: {error}", err=True)
-            sys.exit(error.exit_code)
+            _fail(str(error), error.exit_code, as_json, **error.details)
+        except KeyboardInterrupt:
+            _fail("interrupted; no output was written.", INTERRUPTED, as_json)
+        except Exception as error:
+            if TRACEBACK in os.environ:
+                traceback.print_exc()
+            _fail(
+                f"this is a bug in signed-align, not your input: {type(error).__name__}: "
+                f"{one_line(error)}. Please report it, with what {TRACEBACK}=1 prints.",
+                BUG,
+                as_json,
+            )
     click.echo("\n".join(report.lines) if printed is None else printed)
+
+
+def _fail(message: str, code: int, as_json: bool, **details: Any) -> NoReturn:
+    """One sentence on stderr, with ``--json`` an object on stdout, and the exit code."""
+    if as_json:
+        click.echo(json.dumps({"error": message, "exit_code": code, **details}, allow_nan=False))
+    click.echo(f"error: {message}", err=True)
+    sys.exit(code)
 
 
 def _json_of(data: dict[str, Any]) -> str:
@@ -130,7 +157,6 @@ def _json_of(data: dict[str, Any]) -> str:
 
 def _quiet_libraries() -> None:
     import logging
-    import os
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
