@@ -5,13 +5,22 @@ A family only labels tensors; :func:`port` moves them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from signed_align.activations import sentences_of
 from signed_align.adapters.artifact import Artifact, Family, Journey, Part, leftovers, move
+from signed_align.adapters.confidence import confidence_of
+from signed_align.adapters.effects import (
+    Effect,
+    adapter_effect,
+    dictionary_effect,
+    vector_effect,
+    verify_artifacts,
+)
 from signed_align.adapters.json_files import holds_vector, read_any_json
 from signed_align.adapters.lists import ListFamily
 from signed_align.adapters.optimizer import OptimizerFamily
@@ -24,7 +33,10 @@ from signed_align.checkpoint import NOT_WEIGHTS, is_weight_file
 from signed_align.errors import ArtifactError
 from signed_align.files import atomic_path
 from signed_align.gauge import Gauge
+from signed_align.model_card import add_section
+from signed_align.provenance import Record, end, gauge_summary, is_record
 from signed_align.reliability import warn_of_verdict
+from signed_align.verification import check_gauge
 
 __all__ = [
     "FAMILIES",
@@ -47,6 +59,14 @@ FAMILIES: tuple[Family, ...] = (
     SteeringFamily(),
 )
 """In the order in which they are asked: what says what it is comes before what does not."""
+
+
+EFFECTS: Mapping[type[Family], Effect] = {
+    PeftFamily: adapter_effect,
+    SaeFamily: dictionary_effect,
+    SteeringFamily: vector_effect,
+}
+"""What ``port --verify`` measures, for the families that do something by themselves."""
 
 
 def recognise(path: Path) -> Family | None:
@@ -86,7 +106,7 @@ def read_all(path: Path, journey: Journey, found: Findings | None = None) -> Fin
         found.artifacts.append(artifact)
         claimed = artifact.files | {path / name for name in artifact.carried}
     for child in sorted(path.iterdir()) if path.is_dir() else ():
-        if child.name.startswith("."):
+        if child.name.startswith(".") or is_record(child):
             continue
         if child.is_dir() and child.is_symlink():
             raise ArtifactError(f"{child} is a link to a directory, which is not followed.")
@@ -131,8 +151,12 @@ def port(
     *,
     hook: str | None = None,
     inverse: bool = False,
+    made_on: str | None = None,
     any_source: bool = False,
+    accept_weak: bool = False,
     allow_pickle: bool = False,
+    verify: bool | None = None,
+    text: str | Path | Sequence[str] | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
     """Move what was made on the gauge's source to its target, whatever family it is of.
@@ -150,10 +174,21 @@ def port(
         ``blocks.3.mlp.hook_post`` or ``model.layers.3``.
     inverse : bool
         Use the inverse gauge.
+    made_on : str, optional
+        The model that an artifact was made on which does not name one itself.
     any_source : bool
-        Accept an artifact that was made on another model than the gauge's source.
+        Accept an artifact that was made on another model than the gauge's source, or that does not
+        say on which.
+    accept_weak : bool
+        Accept an artifact with more than a quarter of its energy on weak coordinates.
     allow_pickle : bool
         Accept files that can only be read by running code in them: joblib's.
+    verify : bool, optional
+        None checks the gauge against its two models where they are at hand, without running them.
+        True runs them too, with the artifact where it has an effect, and needs both. False does
+        neither.
+    text : path or sequence of str, optional
+        What the models are run on; prose that ships with Python by default.
     force : bool
         Replace ``out`` if it exists.
 
@@ -162,11 +197,16 @@ def port(
     dict
         ``name`` (of the file or directory), ``kind`` (what was recognised), ``out``, ``tensors``
         (how many), ``made_on``, ``source_verified``, ``notes``, ``labels`` (how each tensor was
-        labelled), ``left_out`` (weight files that do not belong to the artifact), ``artifacts``
-        (the same of each, where there are several).
+        labelled), ``weak_energy`` and what belongs to it (see :mod:`~signed_align.adapters.\
+confidence`), ``left_out`` (weight files that do not belong to the artifact), ``artifacts`` (the
+        same of each, where there are several), ``verification``.
 
     Raises
     ------
+    UnreliableGaugeError
+        If too much of the artifact stands on coordinates that the gauge is not sure of.
+    VerificationError
+        If the gauge does not fit its models, or the artifact's effect does not arrive.
     ArtifactError
         If the artifact, or any tensor in it, is not understood.
     """
@@ -174,27 +214,44 @@ def port(
     if not path.exists():
         raise ArtifactError(f"there is no artifact at {path}.")
     warn_of_verdict(gauge)
-    journey = Journey.along(
-        gauge.inverse() if inverse else gauge, hook=hook, allow_pickle=allow_pickle
-    )
+    gauge = gauge.inverse() if inverse else gauge
+    journey = Journey.along(gauge, hook=hook, allow_pickle=allow_pickle, made_on=made_on)
     if (path / "config.json").is_file() and recognise(path) is None:
         raise _not_recognised(path)
     findings = read_all(path, journey)
     found = findings.artifacts
     if not found:
         raise _not_recognised(path)
+    confidences = [confidence_of(one, gauge) for one in found]
+    if not accept_weak:
+        for one, confidence in zip(found, confidences, strict=True):
+            confidence.require(one)
+    verification = {"skipped": "not asked for"} if verify is False else check_gauge(gauge)
     reports = []
     left_out: list[str] = []
     with atomic_path(Path(out), directory=path.is_dir(), force=force, inputs=[path]) as temporary:
-        for one in found:
-            place = temporary / one.path.relative_to(path) if path.is_dir() else temporary
+        places = {one: temporary / one.path.relative_to(path) for one in found}
+        for one, confidence in zip(found, confidences, strict=True):
             if one.path.is_dir():
-                place.mkdir(parents=True, exist_ok=True)
+                places[one].mkdir(parents=True, exist_ok=True)
             name = str(one.path.relative_to(path)) if len(found) > 1 else one.path.name
-            reports.append({"name": name, **move(one, journey, place, any_source=any_source)})
+            report = move(one, journey, places[one], any_source=any_source)
+            reports.append({"name": name, **report, **confidence.to_dict()})
         if path.is_dir():
             left_out = leftovers(path, found, findings.left_out, temporary)
-    summary = reports[0] if len(reports) == 1 else _summary(reports)
+        if verify:
+            moved = [(one, place, _effect_of(one.path)) for one, place in places.items()]
+            verification = verify_artifacts(moved, gauge, sentences_of(text), hook)
+        summary = {
+            **(reports[0] if len(reports) == 1 else _summary(reports)),
+            "verification": verification,
+        }
+        record = _record(path, gauge, summary, any_source=any_source)
+        for one, place in places.items():
+            if place.is_dir() and one.made_on and journey.target:
+                add_section(place, record, base=(one.made_on, journey.target))
+        written = [temporary / file.relative_to(path) for one in found for file in one.files]
+        record.save(temporary, written)
     reasons = [
         f"{file.relative_to(path)} is left out: {reason}"
         for file, reason in findings.left_out.items()
@@ -208,6 +265,19 @@ def port(
     }
 
 
+def _record(path: Path, gauge: Gauge, report: dict[str, Any], *, any_source: bool) -> Record:
+    """The record of what lies at ``path`` after its move."""
+    said = ("kind", "made_on", "source_verified", "weak_energy", "verification")
+    return Record.of(path).then(
+        action="port",
+        source=end(gauge.source),
+        target=end(gauge.target),
+        gauge=gauge_summary(gauge),
+        any_source=any_source,
+        **{key: report[key] for key in said},
+    )
+
+
 def _summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One report of several artifacts."""
     kinds = list(dict.fromkeys(report["kind"] for report in reports))
@@ -217,10 +287,24 @@ def _summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tensors": sum(report["tensors"] for report in reports),
         "made_on": ", ".join(dict.fromkeys(filter(None, (r["made_on"] for r in reports)))) or None,
         "source_verified": all(report["source_verified"] for report in reports),
+        **_weakest(reports),
         "notes": [f"{r['name']}: {note}" for r in reports for note in r["notes"]],
         "labels": [row for report in reports for row in report["labels"]],
         "artifacts": reports,
     }
+
+
+def _effect_of(path: Path) -> Effect | None:
+    """What measures the effect of the artifact at ``path``, if anything does."""
+    return next(
+        (effect for family, effect in EFFECTS.items() if isinstance(recognise(path), family)), None
+    )
+
+
+def _weakest(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The confidence of the artifact that stands on weak coordinates most."""
+    one = max(reports, key=lambda report: report["weak_energy"] or 0.0)
+    return {key: one[key] for key in ("weak_energy", "weak_below", "weakest_tensor")}
 
 
 def _not_recognised(path: Path) -> ArtifactError:

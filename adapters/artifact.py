@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,12 +20,12 @@ from signed_align.errors import (
     ChartError,
     CheckpointError,
     GaugeError,
-    SignedAlignWarning,
 )
 from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.hooks import Hook, block_count, find_hook, width_at
 from signed_align.labels import Axes, Label, axes_text, element_of, kind_of, moves
 from signed_align.progress import track
+from signed_align.provenance import Record
 from signed_align.signed_permutation import SignedPermutation
 from signed_align.skeleton import skeleton
 
@@ -45,15 +44,25 @@ class Journey:
         The place in the model that an artifact belongs to which does not name one itself.
     allow_pickle : bool
         Files that can only be read by running code in them may be read.
+    made_on : str, optional
+        The model that artifacts were made on which do not name one themselves.
     """
 
     chart: Chart
     gauge: Gauge
     hook: str | None = None
     allow_pickle: bool = False
+    made_on: str | None = None
 
     @classmethod
-    def along(cls, gauge: Gauge, *, hook: str | None = None, allow_pickle: bool = False) -> Journey:
+    def along(
+        cls,
+        gauge: Gauge,
+        *,
+        hook: str | None = None,
+        allow_pickle: bool = False,
+        made_on: str | None = None,
+    ) -> Journey:
         """The journey that a gauge leads; raises GaugeError if it does not know its source."""
         if gauge.source is None:
             raise GaugeError(
@@ -61,7 +70,7 @@ class Journey:
             )
         chart = _chart_of(gauge.source, gauge)
         chart.require_native(gauge)
-        return cls(chart, gauge, hook, allow_pickle)
+        return cls(chart, gauge, hook, allow_pickle, made_on)
 
     @cached_property
     def skeleton(self) -> Any:
@@ -187,7 +196,7 @@ def or_unmoved(labels: Mapping[str, Axes]) -> Labelling:
     return lambda name, shape: labels.get(name, (None,) * len(shape))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Artifact:
     """An artifact on disk, recognised and labelled, ready to be moved.
 
@@ -209,6 +218,10 @@ class Artifact:
         What its user should know of the move.
     identity : ModelIdentity, optional
         The model that is itself part of the artifact: a training checkpoint's.
+    entries : sequence of (str, Label, Tensor)
+        For an artifact that lists coordinates instead of holding a number for each: what lists
+        them, the label of their axis, and 1 for each coordinate of the source that it lists, else
+        0.
     """
 
     kind: str
@@ -219,6 +232,7 @@ class Artifact:
     carried: frozenset[str] = frozenset()
     notes: Sequence[str] = ()
     identity: ModelIdentity | None = None
+    entries: Sequence[tuple[str, Label, Tensor]] = ()
 
     @property
     def files(self) -> set[Path]:
@@ -273,7 +287,8 @@ def move(
     ``kind``, ``tensors``, ``made_on``, ``source_verified``, ``notes``, ``labels``. Raises
     SignedAlignError if anything is not understood.
     """
-    verified = False if any_source else _is_gauge_source(artifact, journey.gauge)
+    record = Record.of(artifact.path)
+    verified = False if any_source else _is_gauge_source(artifact, journey, record)
     labels = artifact.explanation(journey.gauge)
     for part in track(artifact.parts, f"moving {artifact.path.name}", unit="file"):
         destination = (
@@ -289,11 +304,21 @@ def move(
     return {
         "kind": artifact.kind,
         "tensors": len(labels),
-        "made_on": artifact.made_on,
+        "made_on": artifact.made_on or journey.made_on,
         "source_verified": verified,
-        "notes": [*artifact.notes, *_unmoved(labels, journey.gauge)],
+        "notes": [
+            *artifact.notes,
+            *_unmoved(labels, journey.gauge),
+            *_changed_since(record, artifact.path),
+        ],
         "labels": labels,
     }
+
+
+def _changed_since(record: Record, path: Path) -> list[str]:
+    """A note of files that are not what the last move wrote."""
+    changed = record.changed(path)
+    return [f"changed since it was moved here: {', '.join(changed)}"] if changed else []
 
 
 def leftovers(
@@ -341,13 +366,15 @@ def _chart_of(model: ModelIdentity, gauge: Gauge) -> Chart:
     return Chart.for_model(model.model_type, width).residual_alone()
 
 
-def _is_gauge_source(artifact: Artifact, gauge: Gauge) -> bool:
+def _is_gauge_source(artifact: Artifact, journey: Journey, record: Record) -> bool:
     """Whether the artifact is proved to be made on the gauge's source; raises if it is not.
 
-    A model that is at hand is compared by fingerprint. One that is not can only be compared by
-    name, which is reported but not a proof.
+    A model that is at hand, or that an earlier move recorded, is compared by fingerprint. One that
+    is neither can only be compared by name, which is reported but not a proof.
     """
+    gauge = journey.gauge
     assert gauge.source is not None
+    what = f"{artifact.path.name} ({artifact.kind})"
     if artifact.identity is not None:
         try:
             gauge.require_source(artifact.identity)
@@ -357,19 +384,23 @@ def _is_gauge_source(artifact: Artifact, gauge: Gauge) -> bool:
                 "source and shares its coordinates."
             ) from error
         return True
-    made_on = artifact.made_on
+    if record.target is not None:
+        if record.target.get("fingerprint") != gauge.source.fingerprint:
+            raise GaugeError(
+                f"{what} was moved to the coordinates of {record.target['name']} "
+                f"({str(record.target.get('fingerprint'))[:12]}), and the gauge leads from "
+                f"{gauge.source}; pass --any-source if both share their coordinates."
+            )
+        return True
+    made_on = artifact.made_on or journey.made_on
     if not made_on:
-        warnings.warn(
-            f"{artifact.path.name} ({artifact.kind}) does not say which model it was made on; that "
-            f"is taken to be {gauge.source.name}.",
-            SignedAlignWarning,
-            stacklevel=3,
-        )
-        return False
-    if not isinstance(made_on, str):
         raise ArtifactError(
-            f"{artifact.path.name} ({artifact.kind}) names its model by {made_on!r}, not by a name."
+            f"{what} does not say which model it was made on, so it cannot be checked that the "
+            f"gauge from {gauge.source.name} fits it; name the model with --made-on, or pass "
+            "--any-source."
         )
+    if not isinstance(made_on, str):
+        raise ArtifactError(f"{what} names its model by {made_on!r}, not by a name.")
     if os.path.isdir(made_on):
         try:
             identity = Checkpoint.open(made_on).identity
@@ -377,11 +408,10 @@ def _is_gauge_source(artifact: Artifact, gauge: Gauge) -> bool:
             identity = None
         if identity is not None:
             gauge.require_source(identity)
-            return True
+            return artifact.made_on is not None  # what its user says is no proof
     if Path(made_on).name.lower() != Path(gauge.source.name).name.lower():
         raise ArtifactError(
-            f"{artifact.path.name} ({artifact.kind}) was made on {made_on!r}, but the gauge leads "
-            f"from {gauge.source.name!r}; pass --any-source if both are the same model or share "
-            "its coordinates."
+            f"{what} was made on {made_on!r}, but the gauge leads from {gauge.source.name!r}; pass "
+            "--any-source if both are the same model or share its coordinates."
         )
     return False

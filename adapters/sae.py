@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from signed_align.activations import (
+    Batch,
     batches,
     hook_activations,
     load_tokenizer,
@@ -296,37 +297,49 @@ def evaluate_sae(
     SignedAlignError
         If the SAE does not load, or its hook cannot be read in this model.
     """
-    from sae_lens import SAE
-
     checkpoint = Checkpoint.open(model)
-    try:
-        dictionary = SAE.load_from_disk(str(sae), device=device)
-    except Exception as error:  # a damaged SAE fails in many ways
-        raise ArtifactError(f"SAELens cannot load {sae}: {one_line(error)}") from error
-    metadata = dictionary.cfg.metadata
-    hook = str(metadata.hook_name)
-    try:
-        places = [find_hook(checkpoint.chart, hook)]
-        if metadata.hook_name_out:
-            places.append(find_hook(checkpoint.chart, str(metadata.hook_name_out)))
-        activations = hook_activations(
-            checkpoint,
-            places,
-            batches(load_tokenizer(checkpoint), sentences_of(text), max_tokens=max_tokens),
-            device=device,
-        )
-    except ChartError as error:
-        raise ArtifactError(f"the SAE reads {hook!r}: {error}") from error
-    if activations[0].shape[1] != dictionary.cfg.d_in:
-        raise ArtifactError(
-            f"the SAE reads {dictionary.cfg.d_in} coordinates, the model has "
-            f"{activations[0].shape[1]}."
-        )
+    dictionary = load_sae(sae, device)
+    hook = str(dictionary.cfg.metadata.hook_name)
+    todo = batches(load_tokenizer(checkpoint), sentences_of(text), max_tokens=max_tokens)
+    activations = activations_for(dictionary, checkpoint, todo, device)
     return {
         "nmse": reconstruction_error(dictionary, activations[0], activations[-1]),
         "tokens": len(activations[0]),
         "hook_name": hook,
     }
+
+
+def load_sae(path: str | Path, device: str = "cpu") -> Any:
+    """A saved SAE; raises ArtifactError if SAELens cannot load it."""
+    from sae_lens import SAE
+
+    try:
+        return SAE.load_from_disk(str(path), device=device)
+    except Exception as error:  # a damaged SAE fails in many ways
+        raise ArtifactError(f"SAELens cannot load {path}: {one_line(error)}") from error
+
+
+def activations_for(
+    sae: Any, checkpoint: Checkpoint, todo: Sequence[Batch], device: str = "cpu"
+) -> list[Tensor]:
+    """What an SAE reads in a model and, for a transcoder, what it should make of it.
+
+    Each has shape (tokens, d). Raises ArtifactError if its hooks are not there, or another size.
+    """
+    metadata = sae.cfg.metadata
+    hook = str(metadata.hook_name)
+    try:
+        places = [find_hook(checkpoint.chart, hook)]
+        if metadata.hook_name_out:
+            places.append(find_hook(checkpoint.chart, str(metadata.hook_name_out)))
+        activations = hook_activations(checkpoint, places, todo, device=device)
+    except ChartError as error:
+        raise ArtifactError(f"the SAE reads {hook!r}: {error}") from error
+    if activations[0].shape[1] != sae.cfg.d_in:
+        raise ArtifactError(
+            f"the SAE reads {sae.cfg.d_in} coordinates, the model has {activations[0].shape[1]}."
+        )
+    return activations
 
 
 @torch.inference_mode()

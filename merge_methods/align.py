@@ -123,10 +123,14 @@ class GaugeBook:
                 self._gauges[key] = found
             return self._gauges[key]
 
+    def in_use(self) -> list[Gauge]:
+        """The gauges that were computed or loaded."""
+        with self._lock:
+            return list(self._gauges.values())
+
     def summaries(self) -> list[dict[str, Any]]:
         """What is known of each gauge in use."""
-        with self._lock:
-            return [gauge.summary() for gauge in self._gauges.values()]
+        return [gauge.summary() for gauge in self.in_use()]
 
     def forget(self) -> None:
         """Let go of everything, so that a report speaks of one merge only."""

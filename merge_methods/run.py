@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,19 @@ from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from pydantic import ValidationError
 
+from signed_align.activations import sentences_of
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import ArtifactError, SignedAlignError, one_line
 from signed_align.files import atomic_path
-from signed_align.merge_methods.align import GAUGES, AlignedMergeMethod
+from signed_align.matching import Objective
+from signed_align.merge_methods.align import GAUGES, NO_ALIGNMENT, AlignedMergeMethod
+from signed_align.model_card import add_section
+from signed_align.provenance import Record, end, gauge_summary, text_hash
 from signed_align.recovery import vocabulary
+from signed_align.verification import verified, verify_merge
+
+BASELINES = (Objective.SIGNED.value, Objective.PERMUTATION.value, NO_ALIGNMENT)
+"""Objectives that are known to be wrong, so that what they make is run only if asked for."""
 
 MODEL_KEYS = {"model", "base_model", "path", "lora", "reference", "source", "tokenizer_source"}
 
@@ -28,6 +36,8 @@ def merge(
     out: str | Path,
     options: MergeOptions | None = None,
     *,
+    verify: bool | None = False,
+    text: str | Path | Sequence[str] | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
     """Run a mergekit recipe, aligned or not, and write the merged checkpoint to ``out``.
@@ -41,6 +51,12 @@ def merge(
         The directory to make.
     options : MergeOptions, optional
         mergekit's options; its defaults otherwise.
+    verify : bool, optional
+        Run the merged model and its inputs on a few tokens: its loss must be finite and, where all
+        inputs compute the same function, its logits must be theirs. None does so where they are
+        small, or skips it with the reason.
+    text : path or sequence of str, optional
+        What they are run on; prose that ships with Python by default.
     force : bool
         Replace ``out`` if it exists.
 
@@ -48,10 +64,12 @@ def merge(
     -------
     dict
         ``out``, ``merge_method``, ``reference`` (whose coordinates the output has; None where the
-        method does not align), and ``gauges`` (one summary per aligned model).
+        method does not align), ``gauges`` (one summary per aligned model) and ``verification``.
 
     Raises
     ------
+    VerificationError
+        If the merged model is not what it should be.
     SignedAlignError
         If the recipe is not valid, or the models cannot be aligned.
     """
@@ -74,6 +92,9 @@ def merge(
         reference = str(config.parameters.setdefault("reference", _reference(config)))
         _require_one_vocabulary(config)
     local = [Path(model.model.path) for model in config.referenced_models()]
+    if reference:
+        for path in filter(Path.is_dir, local):
+            Checkpoint.open(path)  # what is wrong with a model is said before mergekit sees it
     with atomic_path(
         Path(out), directory=True, force=force, inputs=[path for path in local if path.is_dir()]
     ) as temporary:
@@ -87,12 +108,67 @@ def merge(
             _require_complete(
                 Checkpoint.open(temporary), ModelReference.parse(reference), whole_models
             )
+        found = {"skipped": "the recipe does not align, or does not write safetensors"}
+        if reference and options.safe_serialization:
+            inputs = _inputs(config)
+            baseline = config.parameters.get("objective") in BASELINES
+            found = _verify(
+                temporary, inputs, whole_models, False if baseline and not verify else verify, text
+            )
+            _record(temporary, inputs, reference, config.merge_method, source, found)
     return {
         "out": str(out),
         "merge_method": config.merge_method,
         "reference": reference,
         "gauges": GAUGES.summaries() if reference else [],
+        "verification": found,
     }
+
+
+def _inputs(config: MergeConfiguration) -> list[Checkpoint]:
+    """The models of a recipe, each once, that are plain checkpoints."""
+    return [GAUGES.checkpoint(model) for model in dict.fromkeys(config.referenced_models())]
+
+
+def _verify(
+    merged: Path,
+    inputs: Sequence[Checkpoint],
+    whole_models: bool,
+    verify: bool | None,
+    text: str | Path | Sequence[str] | None,
+) -> dict[str, Any]:
+    if not whole_models and not verify:
+        return {"skipped": "a recipe of slices makes a model unlike its inputs"}
+    result = Checkpoint.open(merged)
+    return verified(
+        verify,
+        [*inputs, result],
+        lambda: verify_merge(result, inputs, sentences_of(text), same_shape=whole_models),
+    )
+
+
+def _record(
+    merged: Path,
+    inputs: Sequence[Checkpoint],
+    reference: str,
+    method: str,
+    recipe: str,
+    verification: Mapping[str, Any],
+) -> None:
+    """Leave the record of a merge, and its section in the model card."""
+    target = GAUGES.checkpoint(ModelReference.parse(reference)).identity
+    record = Record().then(
+        action="merge",
+        merge_method=method,
+        recipe_hash=text_hash([recipe]),
+        models=[end(model.identity) for model in inputs],
+        source=None,
+        target=end(target),
+        gauges=[gauge_summary(gauge) for gauge in GAUGES.in_use()],
+        verification=dict(verification),
+    )
+    record.save(merged)
+    add_section(merged, record)
 
 
 def _reference(config: MergeConfiguration) -> str:

@@ -18,13 +18,14 @@ from typing import Any, Literal
 import torch
 
 from signed_align.chart import CHOICES, RESIDUAL
-from signed_align.checkpoint import Checkpoint, scramble
+from signed_align.checkpoint import Checkpoint
 from signed_align.claims import CLAIMS, AnyClaim, Coordinates, TopWeights
 from signed_align.drawing import figure_in
 from signed_align.errors import ArtifactError
 from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.hooks import find_hook, width_at
 from signed_align.labels import Label, element_of, even, kind_of, transport_entries
+from signed_align.moving import scramble
 from signed_align.progress import track
 from signed_align.recovery import recover
 from signed_align.skeleton import skeleton

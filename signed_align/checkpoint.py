@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from signed_align.chart import CHOICES, RESIDUAL, Chart, Space
+from signed_align.chart import CHOICES, Chart, Space
 from signed_align.errors import (
     ChartError,
     CheckpointError,
@@ -33,11 +33,9 @@ from signed_align.errors import (
     SignedAlignError,
     one_line,
 )
-from signed_align.files import atomic_path
 from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.labels import Axes, Fused, moves, transport
-from signed_align.progress import byte_meter
-from signed_align.reliability import warn_of_verdict
+from signed_align.refusals import require_sensible, require_unpacked, require_unquantised
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -101,18 +99,12 @@ class Checkpoint:
         """
         path = _local_directory(str(model))
         settings = _read_settings(path)
-        quantisation = settings.get("quantization_config")
-        if quantisation:
-            scheme = (
-                quantisation.get("quant_method", "scheme unknown")
-                if isinstance(quantisation, dict)
-                else quantisation
-            )
-            raise CheckpointError(
-                f"{model} is quantised ({scheme}): its packed weights cannot be permuted and "
-                "sign-flipped; save a dequantised copy and use that."
-            )
-        return cls(name=str(model), path=path, settings=settings, files=_weight_files(path))
+        require_unquantised(str(model), path, settings)
+        checkpoint = cls(name=str(model), path=path, settings=settings, files=_weight_files(path))
+        require_unpacked(checkpoint.name, checkpoint._dtypes)
+        stored = sum(file.stat().st_size for file in set(checkpoint.files.values()))
+        require_sensible(checkpoint.name, settings, len(checkpoint.files), stored)
+        return checkpoint
 
     @cached_property
     def config(self) -> Any:
@@ -157,11 +149,27 @@ class Checkpoint:
             digest.update(f"{name} {view.get_dtype()} {view.get_shape()}\n".encode())
             first = view[:1] if view.get_shape() else self.tensor(name)
             digest.update(_bytes_of(first.contiguous()))
-        return ModelIdentity(self.name, digest.hexdigest(), self.model_type, self.settings)
+        return ModelIdentity(
+            self.name, digest.hexdigest(), self.model_type, self.settings, self.revision
+        )
+
+    @property
+    def revision(self) -> str:
+        """The commit of a model from the Hub's cache; empty for any other."""
+        *_, parent, name = ("", *self.path.resolve().parts)
+        return name if parent == "snapshots" else ""
 
     @cached_property
     def _handles(self) -> dict[Path, Any]:
         return {path: _opened(path) for path in set(self.files.values())}
+
+    @property
+    def _dtypes(self) -> dict[str, str]:
+        """The safetensors dtype of each tensor."""
+        return {
+            name: self._handles[path].get_slice(name).get_dtype()
+            for name, path in self.files.items()
+        }
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, read from its file's header."""
@@ -196,127 +204,6 @@ class Checkpoint:
         unknown = sorted(set(gauge.elements) - set(self.spaces))
         if unknown:
             raise GaugeError(f"the gauge moves {unknown[0]!r}, which {self.name} does not have.")
-
-
-def apply(
-    gauge: Gauge,
-    model: str | Path,
-    out: str | Path,
-    *,
-    inverse: bool = False,
-    any_source: bool = False,
-    force: bool = False,
-) -> dict[str, Any]:
-    """Move a whole checkpoint through a gauge and write it to ``out``.
-
-    Parameters
-    ----------
-    gauge : Gauge
-        Leads from ``model`` to the wanted coordinates (or back from them, with ``inverse``).
-    model : str or Path
-        A local directory or a Hub id.
-    out : str or Path
-        The directory to make. Config, tokenizer and all other files are carried along; weights in
-        further formats are not, since they would stay in the old coordinates.
-    inverse : bool
-        Apply the inverse gauge: ``model`` is then the gauge's target.
-    any_source : bool
-        Accept a model whose fingerprint is not the gauge's source, such as a fine-tune of it.
-    force : bool
-        Replace ``out`` if it exists.
-
-    Returns
-    -------
-    dict
-        ``out``, ``tensors``, ``bytes``, ``left_out`` (names of files not carried along), and the
-        ``fingerprint`` of the result.
-
-    Raises
-    ------
-    SignedAlignError
-        If the gauge does not belong to the model, or a tensor is not understood.
-    """
-    warn_of_verdict(gauge)
-    checkpoint = Checkpoint.open(model)
-    gauge = gauge.inverse() if inverse else gauge
-    if not any_source:
-        gauge.require_source(checkpoint.identity)
-    checkpoint.require_movable(gauge)
-    shards = sorted(set(checkpoint.files.values()))
-    with atomic_path(Path(out), directory=True, force=force, inputs=[checkpoint.path]) as temporary:
-        meter = byte_meter("moving weights", sum(shard.stat().st_size for shard in shards))
-        for shard in shards:
-            rewrite_safetensors(
-                shard,
-                temporary / shard.name,
-                checkpoint.chart.axes,
-                gauge,
-                meter.update,
-                origin=partial(checkpoint.instead, gauge),
-            )
-        meter.close()
-        others = list(_other_files(checkpoint))
-        if shards != [checkpoint.path / SINGLE_NAME]:  # the index in use goes with its shards
-            shutil.copy2(checkpoint.path / INDEX_NAME, temporary)
-            others.remove(checkpoint.path / INDEX_NAME)
-        left_out = carry_along(others, checkpoint.path, temporary)
-    result = Checkpoint.open(out)
-    return {
-        "out": str(out),
-        "tensors": len(checkpoint.files),
-        "bytes": sum(shard.stat().st_size for shard in shards),
-        "left_out": left_out,
-        "fingerprint": result.identity.fingerprint,
-    }
-
-
-def scramble(
-    model: str | Path,
-    out: str | Path,
-    *,
-    seed: int = 0,
-    signed: bool = True,
-    spaces: Sequence[str] = (RESIDUAL.space,),
-    force: bool = False,
-) -> Gauge:
-    """Write a twin of ``model``: the same function in randomly changed coordinates.
-
-    Parameters
-    ----------
-    model, out : str or Path
-        The model, and the directory to make.
-    seed : int
-        Chooses the group element.
-    signed : bool
-        Draw from the native group: B_d for an RMSNorm model, a permutation with the global sign -1
-        for a LayerNorm model. False draws a permutation only.
-    spaces : sequence of str
-        The kinds of spaces to scramble: ``residual``, ``mlp``, ``experts``, ``heads`` (whole heads
-        and the coordinates inside them), or ``all``.
-    force : bool
-        Replace ``out`` if it exists.
-
-    Returns
-    -------
-    Gauge
-        The true gauge from ``model`` to its twin.
-    """
-    checkpoint = Checkpoint.open(model)
-    gauge = Gauge(
-        elements=checkpoint.chart.random_gauge(
-            checkpoint.spaces,
-            seed=seed,
-            signed=signed,
-            kinds=require_kinds(checkpoint.chart, spaces),
-        ),
-        source=checkpoint.identity,
-        provenance={"method": "scramble", "seed": seed, "signed": signed, "spaces": list(spaces)},
-    )
-    twin = apply(gauge, model, out, force=force)
-    return replace(
-        gauge,
-        target=replace(checkpoint.identity, name=str(out), fingerprint=twin["fingerprint"]),
-    )
 
 
 def require_kinds(chart: Chart, spaces: Sequence[str]) -> tuple[str, ...]:
@@ -616,8 +503,10 @@ def _weight_files(path: Path) -> dict[str, Path]:
             if not (path / shard).is_file():
                 raise CheckpointError(f"the shard {shard} that {INDEX_NAME} names is missing.")
     else:
+        pickles = sorted(file.name for file in path.glob("*.bin") if file.name not in NOT_WEIGHTS)
+        held = f", only {pickles[0]}, a pickle, which could run code" if pickles else ""
         raise CheckpointError(
-            f"{path} has no {SINGLE_NAME} and no {INDEX_NAME}; save the model as safetensors "
+            f"{path} has no {SINGLE_NAME} and no {INDEX_NAME}{held}; save the model as safetensors "
             "first (save_pretrained does)."
         )
     files = {}
@@ -630,7 +519,8 @@ def _weight_files(path: Path) -> dict[str, Path]:
     return files
 
 
-def _other_files(checkpoint: Checkpoint) -> Iterator[Path]:
+def other_files(checkpoint: Checkpoint) -> Iterator[Path]:
+    """The files of a checkpoint beside its weights, but for hidden directories."""
     moved = set(checkpoint.files.values())
     for file in sorted(checkpoint.path.rglob("*")):
         hidden = any(part.startswith(".") for part in file.relative_to(checkpoint.path).parts[:-1])

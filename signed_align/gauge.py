@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -31,19 +32,26 @@ class ModelIdentity:
     """Which checkpoint one end of a gauge is: the name it was opened by, and its fingerprint.
 
     ``config`` is its config.json, from which the chart is made again where the model is not at
-    hand.
+    hand. ``revision`` is the commit of a model from the Hub, empty for any other.
     """
 
     name: str
     fingerprint: str
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    revision: str = field(default="", compare=False)
+
+    @property
+    def config_hash(self) -> str:
+        """SHA-256 of the config, its keys sorted; empty if there is none."""
+        if not self.config:
+            return ""
+        return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()
 
     def summary(self) -> dict[str, str]:
-        """What reports say of it."""
-        return {
-            "name": self.name, "fingerprint": self.fingerprint, "model_type": self.model_type
-        }  # fmt: skip
+        """What reports and records say of it."""
+        names = ("name", "fingerprint", "model_type", "config_hash", "revision")
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         return f"{self.name} ({self.fingerprint[:12]})"
@@ -81,6 +89,16 @@ class Gauge:
                 )
         object.__setattr__(self, "elements", MappingProxyType(dict(self.elements)))
         object.__setattr__(self, "margins", MappingProxyType(dict(self.margins)))
+
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 of what the gauge does: its spaces and their elements."""
+        digest = hashlib.sha256()
+        for space in sorted(self.elements):
+            digest.update(f"{space}\n".encode())
+            for name, tensor in sorted(self.elements[space].to_tensors().items()):
+                digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def element(self, space: str) -> SignedPermutation:
         """The element of a space; raises GaugeError if the gauge does not move it."""
@@ -323,10 +341,10 @@ def _require_valid(
     if not isinstance(provenance, dict):
         raise TypeError("its provenance is not an object")
     for end in (source, target):
-        if end and not all(isinstance(value, str) for value in end.summary().values()):
-            raise TypeError("an end's name, fingerprint and model_type must be strings")
         if end and not isinstance(end.config, dict):
             raise TypeError("an end's config must be an object")
+        if end and not all(isinstance(value, str) for value in end.summary().values()):
+            raise TypeError("an end's name, fingerprint, model_type and revision must be strings")
 
 
 def _require(end: str, recorded: ModelIdentity | None, model: ModelIdentity) -> None:

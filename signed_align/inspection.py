@@ -10,13 +10,30 @@ from signed_align.checkpoint import Checkpoint
 from signed_align.errors import SignedAlignError
 from signed_align.gauge import Gauge, by_kind
 from signed_align.labels import Axes, Axis, Label, axes_text, kind_of
+from signed_align.provenance import Record, is_record
 
 
 def inspect(thing: str) -> tuple[dict[str, Any], list[str]]:
     """Describe ``thing``: a JSON object with its ``kind``, and lines of text.
 
-    Raises SignedAlignError if it is none of the things this package knows.
+    What moved it here, step by step, is under ``moves``, and files that are no longer what the
+    last step wrote under ``changed``. Raises SignedAlignError if it is none of the things this
+    package knows.
     """
+    data, lines = _describe(thing)
+    path = Path(thing)
+    record = Record.of(path) if path.exists() else Record()
+    if not record.steps:
+        return data, lines
+    changed = record.changed(path)
+    warning = [f"  changed since: {', '.join(changed)}"] if changed else []
+    return (
+        {**data, "moves": list(record.steps), "changed": changed},
+        [*lines, "moved here by signed-align, the last step at the end", *record.lines(), *warning],
+    )
+
+
+def _describe(thing: str) -> tuple[dict[str, Any], list[str]]:
     from signed_align.adapters import recognise
 
     path = Path(thing)
@@ -55,7 +72,8 @@ def _inside(path: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for child in sorted(path.rglob("*")):
         inside = any(str(child).startswith(f"{path / other}/") for other in found)
-        family = recognise(child) if not inside and is_readable(child) else None
+        known = inside or is_record(child) or not is_readable(child)
+        family = None if known else recognise(child)
         if family is not None:
             found[str(child.relative_to(path))] = family.kind
     return found

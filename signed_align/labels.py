@@ -35,6 +35,11 @@ class Axis:
         return Axis(self.space, signed=False)
 
     @property
+    def signed_everywhere(self) -> Axis:
+        """The same axis for a quantity that follows the sign."""
+        return Axis(self.space)
+
+    @property
     def spaces(self) -> tuple[str, ...]:
         """The spaces the axis indexes."""
         return (self.space,)
@@ -88,11 +93,19 @@ class Fused:
     @property
     def unsigned(self) -> Fused:
         """The same axis for an even quantity."""
+        return self._relabelled(lambda axis: axis.unsigned)
+
+    @property
+    def signed_everywhere(self) -> Fused:
+        """The same axis for a quantity that follows every sign."""
+        return self._relabelled(lambda axis: axis.signed_everywhere)
+
+    def _relabelled(self, change: Callable[[Axis], Axis]) -> Fused:
         sections = tuple(
-            Section(section.shape, tuple((axis.unsigned, which) for axis, which in section.axes))
+            Section(section.shape, tuple((change(axis), which) for axis, which in section.axes))
             for section in self.sections
         )
-        return Fused(self.outer, sections, self.span, self.only)
+        return replace(self, sections=sections)
 
     @property
     def leading(self) -> Label | None:

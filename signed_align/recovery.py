@@ -26,6 +26,8 @@ from signed_align.errors import CheckpointError, GaugeError
 from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.matching import Correlation, Objective, match
 from signed_align.progress import track
+from signed_align.provenance import stamp, text_hash
+from signed_align.refusals import require_finite
 from signed_align.reliability import CONTROL, judge, require_reliable
 from signed_align.site_matching import match_site
 from signed_align.sites import evidence_by_activations
@@ -264,30 +266,41 @@ def evidence_from_weights(
     :func:`recover`.
     """
     chart = common_chart(source, target)
+    correlation = Correlation(chart.width)
+    pair = _Pairing(shuffle_pairs, seed)
+    left_out, matrices = 0, {}
+    for name, x, y in track(token_rows(source, target), "reading token matrices", unit="block"):
+        kept = typical(x, y)
+        matrices[name] = True
+        left_out += len(kept) - int(kept.sum())
+        correlation.add(x[kept], pair(y[kept]), stream=name)
+    return evidence_of(
+        correlation,
+        chart,
+        source,
+        target,
+        {"method": "weights", "matrices": list(matrices), "left_out": left_out} | pair.provenance,
+        correlation.samples,
+    )
+
+
+def token_rows(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Rows of embedding and unembedding that belong to the same tokens, in blocks.
+
+    Yields the name of the source's matrix and two blocks of shape (rows, d). Raises
+    CheckpointError if the checkpoints are not of one architecture, or share no such matrix.
+    """
+    chart = common_chart(source, target)
     # the bare model class leaves out the prefix that the causal-LM class puts in front
     names = chart.partners(chart.token_matrices(source.files), chart.token_matrices(target.files))
     if not names:
         raise CheckpointError(
             f"{source.name} and {target.name} share no embedding or unembedding matrix."
         )
-    correlation = Correlation(chart.width)
-    pair = _Pairing(shuffle_pairs, seed)
-    left_out = 0
-    moved = _moved_tokens(source, target)
+    moved = moved_tokens(source, target)
     for name, partner in names.items():
-        pairs = _paired_rows(source, target, name, partner, moved)
-        for x, y in track(pairs, f"reading {name}", unit="block"):
-            kept = typical(x, y)
-            left_out += len(kept) - int(kept.sum())
-            correlation.add(x[kept], pair(y[kept]), stream=name)
-    return evidence_of(
-        correlation,
-        chart,
-        source,
-        target,
-        {"method": "weights", "matrices": list(names), "left_out": left_out} | pair.provenance,
-        correlation.samples,
-    )
+        for x, y in paired_rows(source, target, name, partner, moved):
+            yield name, x, y
 
 
 def evidence_from_activations(
@@ -358,6 +371,7 @@ def evidence_from_activations(
                 "method": "activations",
                 "layers": groups[name],
                 "tokens": tokens,
+                "text_hash": text_hash(sentences),
                 "left_out": seen[name] - correlation.samples,
             }
             | pair.provenance,
@@ -385,7 +399,12 @@ def evidence_of(
         chart=chart,
         source=source.identity,
         target=target.identity,
-        provenance={**provenance, "samples": correlation.samples},
+        provenance={
+            **provenance,
+            "samples": correlation.samples,
+            "group": chart.native_group.value,
+            **stamp(),
+        },
         independent_samples=independent_samples,
     )
 
@@ -410,6 +429,9 @@ class _Pairing:
 def common_chart(source: Checkpoint, target: Checkpoint) -> Chart:
     """The chart of both; raises CheckpointError unless they are of one architecture and size."""
     chart, other = source.chart, target.chart
+    for one in (source, target):
+        for name in one.chart.token_matrices(one.files):
+            one.chart.axes(name, one.shape(name))  # raises where the config has another width
     depths = [int(one.config.get_text_config().num_hidden_layers) for one in (source, target)]
     if chart.model_type == other.model_type and depths[0] != depths[1]:
         raise CheckpointError(
@@ -455,7 +477,7 @@ def vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
         return None
 
 
-def _moved_tokens(source: Checkpoint, target: Checkpoint) -> Tensor | None:
+def moved_tokens(source: Checkpoint, target: Checkpoint) -> Tensor | None:
     """Pairs of rows of the same token, shape (2, tokens); None if every token has one row."""
     mine, theirs = vocabulary(source), vocabulary(target)
     if mine is None or theirs is None or mine == theirs:
@@ -466,12 +488,13 @@ def _moved_tokens(source: Checkpoint, target: Checkpoint) -> Tensor | None:
     return torch.tensor(shared).T
 
 
-def _paired_rows(
+def paired_rows(
     source: Checkpoint, target: Checkpoint, name: str, partner: str, moved: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of rows of a token matrix that belong to the same tokens in both checkpoints."""
     if moved is not None:
         x, y = source.tensor(name), target.tensor(partner)
+        _require_finite_pair(source, target, name, partner, x, y)
         present = (moved[0] < len(x)) & (moved[1] < len(y))
         for rows, partners in moved[:, present].split(BLOCK_ROWS, dim=1):
             yield x[rows], y[partners]
@@ -479,4 +502,13 @@ def _paired_rows(
     count = min(source.shape(name)[0], target.shape(partner)[0])
     for start in range(0, count, BLOCK_ROWS):
         stop = min(start + BLOCK_ROWS, count)
-        yield source.rows(name, start, stop), target.rows(partner, start, stop)
+        x, y = source.rows(name, start, stop), target.rows(partner, start, stop)
+        _require_finite_pair(source, target, name, partner, x, y)
+        yield x, y
+
+
+def _require_finite_pair(
+    source: Checkpoint, target: Checkpoint, name: str, partner: str, x: Tensor, y: Tensor
+) -> None:
+    require_finite([(name, x)], source.name)
+    require_finite([(partner, y)], target.name)

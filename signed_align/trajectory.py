@@ -34,6 +34,7 @@ from signed_align.errors import CheckpointError, GaugeError, SignedAlignWarning
 from signed_align.gauge import WEAK_MARGIN, Gauge, margin_quantiles
 from signed_align.matching import Correlation
 from signed_align.progress import track
+from signed_align.provenance import text_hash
 from signed_align.recovery import (
     calibration,
     common_chart,
@@ -254,6 +255,7 @@ def transport_along(
     pairs = {(here, here + 1) for here in range(last)} | {(0, last)}
     if base is not None:
         pairs |= {(0, base), (base, last)}
+    read: dict[str, Any] = {}
     if method == "weights":
         _require_tokenizers_everywhere_or_nowhere(checkpoints)
         gauges = {
@@ -261,7 +263,9 @@ def transport_along(
             for i, j in track(sorted(pairs), "matching checkpoints", unit="pair")
         }
     else:
-        todo = _calibration(checkpoints, sentences_of(text), max_tokens, seed)
+        sentences = sentences_of(text)
+        read = {"text_hash": text_hash(sentences)}
+        todo = _calibration(checkpoints, sentences, max_tokens, seed)
         gauges = _from_activations(checkpoints, pairs, todo, dtype, device)
 
     steps = _steps(
@@ -275,7 +279,7 @@ def transport_along(
         to_base = steps[base - 1].composed
         from_base = reduce(Gauge.then, (step.gauge for step in steps[base:]))
         holonomy = to_base.inverse().then(endpoint).then(from_base.inverse())
-    gauge = _with_provenance(steps, method, lost_below)
+    gauge = _with_provenance(steps, method, lost_below, read)
     if not accept_weak:
         for step in steps:
             require_reliable(step.gauge)
@@ -574,7 +578,9 @@ def _steps(
     return tuple(steps)
 
 
-def _with_provenance(steps: Sequence[Step], method: str, lost_below: float) -> Gauge:
+def _with_provenance(
+    steps: Sequence[Step], method: str, lost_below: float, read: Mapping[str, Any]
+) -> Gauge:
     composed = steps[-1].composed
     common = {
         key: value
@@ -591,6 +597,7 @@ def _with_provenance(steps: Sequence[Step], method: str, lost_below: float) -> G
             "method": "transport",
             "from": method,
             **common,
+            **read,
             "verdict": verdict.to_dict(),
             "lost_below": lost_below,
             "lost": _lost(composed, lost_below),

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from signed_align import port, scramble
+from signed_align import scramble
 from signed_align.adapters.optimizer import parameter_labels
 from signed_align.chart import StoredTensor
 from signed_align.checkpoint import Checkpoint
-from signed_align.errors import ArtifactError, GaugeError, SignedAlignWarning
+from signed_align.errors import ArtifactError, GaugeError
 from signed_align.labels import Axis, Fused, Section, reduced, transport_all
 from tests import tiny
+from tests.porting import port
 
 BEFORE, AFTER = 4, 3
 MODELS = {
@@ -187,8 +188,9 @@ def test_training_goes_on_as_it_would_have(tmp_path, twins, model_type, name):
     unmoved, _ = away(state=tmp_path / "optimizer.pt")
     assert departure(losses, unmoved) > 3e-4
     if name not in EVEN_ONLY:
-        port(tmp_path / "optimizer.pt", gauge.without_signs(), tmp_path / "unsigned.pt")
-        permuted, _ = away(state=tmp_path / "unsigned.pt")
+        unsigned = tmp_path / "unsigned.pt"
+        port(tmp_path / "optimizer.pt", gauge.without_signs(), unsigned, verify=False)
+        permuted, _ = away(state=unsigned)
         assert departure(losses, permuted) > 3e-4
 
     back = tmp_path / "back" / "optimizer.pt"
@@ -406,12 +408,13 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(tmp_path, twin
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_state_that_names_no_model_is_moved_with_a_warning(tmp_path, twins):
+def test_a_state_that_names_no_model_is_refused(tmp_path, twins):
     model, gauge, _ = twins("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.save(optimizer.state_dict(), tmp_path / "sgd.pt")
-    with pytest.warns(SignedAlignWarning, match="does not say which model"):
-        port(tmp_path / "sgd.pt", gauge, tmp_path / "moved.pt")
+    with pytest.raises(ArtifactError, match="does not say which model"):
+        port(tmp_path / "sgd.pt", gauge, tmp_path / "moved.pt", made_on=None)
+    port(tmp_path / "sgd.pt", gauge, tmp_path / "moved.pt", made_on=gauge.source.name)
 
 
 # ---- labels of sums ----------------------------------------------------------------------------

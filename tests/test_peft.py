@@ -10,11 +10,12 @@ import torch
 from peft import PeftModel, PeftType, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from signed_align import port, scramble
+from signed_align import scramble
 from signed_align.adapters.peft_methods import METHODS, REFUSALS
 from signed_align.adapters.peft_table import markdown, table
 from signed_align.errors import ArtifactError, SignedAlignError
 from tests import tiny
+from tests.porting import port
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]

@@ -51,12 +51,13 @@ from sklearn.preprocessing import (
 from sklearn.svm import SVC, SVR, LinearSVC, LinearSVR, NuSVC, NuSVR, OneClassSVM
 from sklearn.tree import DecisionTreeClassifier
 
-from signed_align import Gauge, SignedPermutation, port
+from signed_align import Gauge, SignedPermutation
 from signed_align.adapters import archives, recognise
 from signed_align.adapters.probes import ESTIMATORS, PickledFile, ProbeFamily
 from signed_align.errors import ArtifactError, SignedAlignError
 from signed_align.gauge import ModelIdentity
 from tests import tiny
+from tests.porting import port
 
 WIDTH = tiny.WIDTH
 GENERATOR = np.random.default_rng(0)

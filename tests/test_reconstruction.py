@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from signed_align import Checkpoint, port, scramble
+from signed_align import Checkpoint, scramble
 from signed_align.activations import batches, hook_activations, load_tokenizer
 from signed_align.adapters.sae import evaluate_sae, nmse
 from signed_align.errors import ArtifactError
 from signed_align.hooks import find_hook
 from tests import tiny
+from tests.porting import port
 from tests.test_recovery import TEXT, add_tokenizer
 from tests.test_sae import build
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 import yaml
 
-from signed_align import Gauge, port, recover, scramble, transport_along
+from signed_align import Gauge, recover, scramble, transport_along
 from signed_align.errors import GaugeError, SignedAlignWarning, UnreliableGaugeError
 from signed_align.matching import Match, Objective, match
 from signed_align.reliability import Finding, Verdict, judge, judge_path, require_reliable
 from signed_align.signed_permutation import SignedPermutation
 from tests import tiny
+from tests.porting import port
 from tests.test_cli import fails, run, run_json
 from tests.test_recovery import TEXT, add_tokenizer
 
@@ -221,7 +222,7 @@ def test_the_command_ends_with_its_own_code_and_writes_nothing(models, tmp_path)
 
 def test_porting_says_when_nothing_has_to_move(models, tmp_path):
     torch.save(torch.randn(tiny.WIDTH), tmp_path / "vector.pt")
-    hook = {"hook": "blocks.0.hook_resid_post", "any_source": True}
+    hook = {"hook": "blocks.0.hook_resid_post", "any_source": True, "accept_weak": True}
     gauge = recover(models[0], models[0])
     with pytest.warns(SignedAlignWarning, match="same coordinates.*the gauge moves nothing"):
         port(tmp_path / "vector.pt", gauge, tmp_path / "same.pt", **hook)
@@ -230,10 +231,10 @@ def test_porting_says_when_nothing_has_to_move(models, tmp_path):
     )
     unsure = replace(gauge, elements={"residual": swapped})
     with pytest.warns(SignedAlignWarning, match="2 coordinates that it is not sure of"):
-        port(tmp_path / "vector.pt", unsure, tmp_path / "unsure.pt", **hook)
+        port(tmp_path / "vector.pt", unsure, tmp_path / "unsure.pt", verify=False, **hook)
     weak = recover(models[0], models[1], accept_weak=True)
     with pytest.warns(SignedAlignWarning, match="accepted although it is not reliable"):
-        port(tmp_path / "vector.pt", weak, tmp_path / "weak.pt", **hook)
+        port(tmp_path / "vector.pt", weak, tmp_path / "weak.pt", verify=False, **hook)
 
 
 def test_the_same_residual_stream_does_not_speak_for_other_spaces(models, tmp_path):
@@ -305,6 +306,8 @@ def test_a_baseline_is_not_moved_through_in_silence(models, tmp_path, objective)
             tmp_path / "moved.pt",
             hook="blocks.0.hook_resid_post",
             any_source=True,
+            accept_weak=True,
+            verify=False,
         )
 
 

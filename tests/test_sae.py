@@ -13,7 +13,7 @@ from sae_lens.registry import (
 )
 from safetensors.torch import load_file, save_file
 
-from signed_align import Gauge, SignedPermutation, port
+from signed_align import Gauge, SignedPermutation
 from signed_align.adapters.sae import ARCHITECTURES, NORMALISATIONS
 from signed_align.chart import Chart
 from signed_align.checkpoint import Checkpoint
@@ -22,6 +22,7 @@ from signed_align.gauge import ModelIdentity
 from signed_align.hooks import find_hook, listening
 from signed_align.labels import element_of
 from tests import tiny
+from tests.porting import port
 
 WIDTH, FEATURES = tiny.WIDTH, 96
 SETTINGS = {

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from signed_align import Checkpoint, Gauge, SignedPermutation, port, scramble
+from signed_align import Checkpoint, Gauge, SignedPermutation, scramble
 from signed_align.adapters import archives, recognise
 from signed_align.adapters.steering import SteeringFamily, read_vectors, steering_effect
 from signed_align.errors import ArtifactError, ChartError, SignedAlignError
@@ -19,6 +19,7 @@ from signed_align.gauge import ModelIdentity
 from signed_align.hooks import find_hook, listening
 from signed_align.steering import continuation_scores, contrast_direction, steered
 from tests import tiny
+from tests.porting import port
 from tests.test_recovery import add_tokenizer
 
 WIDTH, UNITS, HEADS = tiny.WIDTH, 80, 64
@@ -264,7 +265,7 @@ def test_control_vectors(pair, tmp_path, dtype, count):
     directions = {layer: vector(WIDTH, seed=layer).numpy().astype(dtype) for layer in (1, 0)}
     path = control_vector(tmp_path / "vectors.gguf", directions, count=count)
     there, report = there_and_back(pair, path)
-    assert report["made_on"] is None
+    assert report["made_on"] == str(pair.source)  # as said
     assert [row["axes"] for row in report["labels"]] == ["(residual)"] * 2
     for tensor in gguf.GGUFReader(there).tensors:
         layer = int(tensor.name.partition(".")[2])

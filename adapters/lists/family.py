@@ -84,6 +84,7 @@ class Itinerary:
     def __init__(self, journey: Journey) -> None:
         self.journey = journey
         self.notes: list[str] = []
+        self.entries: list[tuple[str, Label, Tensor]] = []
         self._spots: dict[Where, Spot] = {}
 
     def spot(self, where: Where) -> Spot:
@@ -107,6 +108,9 @@ class Itinerary:
                 f"indices of dtype {indices.dtype} do not reach all {spot.size} coordinates at "
                 f"{spot.hook!r}; store them as int64."
             )
+        listed = torch.zeros(spot.size)
+        listed[indices.long()] = 1
+        self.entries.append((spot.hook, spot.label, listed))
         (moved,), values, sign = transport_entries(
             [indices], values, (spot.label,), (spot.size,), self.journey.gauge
         )
@@ -227,7 +231,12 @@ class ListFamily:
             text = str(error)
             raise ArtifactError(text if str(path) in text else f"{path}: {text}") from error
         return Artifact(
-            kind=self.kind, path=path, made_on=model, parts=[part], notes=itinerary.notes
+            kind=self.kind,
+            path=path,
+            made_on=model,
+            parts=[part],
+            notes=itinerary.notes,
+            entries=itinerary.entries,
         )
 
 

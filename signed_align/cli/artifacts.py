@@ -10,13 +10,16 @@ import click
 from signed_align.cli.framework import (
     POSITIVE,
     Report,
+    accept_weak_option,
     any_source_option,
     command,
     device_option,
     existing_output,
+    given,
     inverse_option,
     left_out,
     text_option,
+    verification_lines,
     words,
 )
 from signed_align.errors import SignedAlignError
@@ -45,8 +48,17 @@ from signed_align.errors import SignedAlignError
     is_flag=True,
     help="Accept files whose loading runs code in them (joblib); only for files you trust.",
 )
+@click.option("--made-on", help="The model ARTIFACT was made on, if it does not name one itself.")
 @inverse_option
 @any_source_option
+@accept_weak_option
+@click.option(
+    "--verify/--no-verify",
+    default=None,
+    help="Run both models, and what ARTIFACT does on them. By default the gauge is checked against "
+    "both, where they are at hand, without running them.",
+)
+@text_option
 @existing_output
 def port_command(
     artifact: Path,
@@ -55,8 +67,12 @@ def port_command(
     hook: str | None,
     explain: bool,
     allow_pickle: bool,
+    made_on: str | None,
     inverse: bool,
     any_source: bool,
+    accept_weak: bool,
+    verify: bool | None,
+    text: Path | None,
     force: bool,
 ) -> Report:
     """Move ARTIFACT to the gauge's target.
@@ -69,15 +85,21 @@ def port_command(
     from signed_align.files import require_free
     from signed_align.gauge import Gauge
 
-    require_free(out, directory=artifact.is_dir(), force=force, inputs=[gauge, artifact])
+    require_free(
+        out, directory=artifact.is_dir(), force=force, inputs=[gauge, artifact, *given(text)]
+    )
     result = port(
         artifact,
         Gauge.load(gauge),
         out,
         hook=hook,
+        made_on=made_on,
         inverse=inverse,
         any_source=any_source,
+        accept_weak=accept_weak,
         allow_pickle=allow_pickle,
+        verify=verify,
+        text=text,
         force=force,
     )
     return Report(
@@ -86,6 +108,8 @@ def port_command(
             f"Recognised: {result['kind']}; moved "
             f"{_counted(result['tensors'], 'tensor')} to {out}.",
             *(line for one in result.get("artifacts", [result]) for line in _made_on(one, result)),
+            *_weak(result),
+            *verification_lines(result["verification"]),
             *(f"  {note}" for note in result["notes"]),
             *left_out(result),
             *(_explained(result["labels"]) if explain else []),
@@ -102,6 +126,16 @@ def _made_on(one: dict[str, Any], whole: dict[str, Any]) -> list[str]:
     checked = "checked by fingerprint" if one["source_verified"] else "not proved"
     what = "" if one is whole else f"{one['name']} ({one['kind']}) "
     return [f"  {what}made on {one['made_on'] or 'a model it does not name'} ({checked})"]
+
+
+def _weak(result: dict[str, Any]) -> list[str]:
+    """How much stands on weak coordinates, in a line, where the gauge says it."""
+    if result["weak_energy"] is None:
+        return []
+    return [
+        f"  {result['weak_energy']:.1%} of its energy is on coordinates the gauge is not sure of "
+        f"(margin below {result['weak_below']:.3f})"
+    ]
 
 
 def _explained(labels: list[dict[str, Any]]) -> list[str]:

@@ -28,6 +28,8 @@ from signed_align.cli.framework import (
     require_plot,
     spaces_option,
     text_option,
+    verification_lines,
+    verify_option,
     words,
 )
 from signed_align.errors import SignedAlignError
@@ -87,9 +89,9 @@ def scramble_command(
     force: bool,
 ) -> Report:
     """Write a twin of MODEL: the same function in randomly changed coordinates."""
-    from signed_align.checkpoint import scramble
     from signed_align.files import require_free
     from signed_align.gauge import by_kind
+    from signed_align.moving import scramble
 
     if save_gauge is not None:
         require_free(save_gauge, directory=False, force=force, inputs=[out, *directories(model)])
@@ -119,30 +121,54 @@ def scramble_command(
 @output_directory
 @inverse_option
 @any_source_option
+@verify_option
+@text_option
 @existing_output
 def apply_command(
-    gauge: Path, model: str, out: Path, inverse: bool, any_source: bool, force: bool
+    gauge: Path,
+    model: str,
+    out: Path,
+    inverse: bool,
+    any_source: bool,
+    verify: bool | None,
+    text: Path | None,
+    force: bool,
 ) -> Report:
     """Move the checkpoint MODEL through GAUGE."""
-    from signed_align.checkpoint import apply
     from signed_align.files import require_free
     from signed_align.gauge import Gauge
+    from signed_align.moving import apply
 
-    require_free(out, directory=True, force=force, inputs=[gauge])
+    require_free(out, directory=True, force=force, inputs=[gauge, *given(text)])
     result = apply(
-        Gauge.load(gauge), model, out, inverse=inverse, any_source=any_source, force=force
+        Gauge.load(gauge),
+        model,
+        out,
+        inverse=inverse,
+        any_source=any_source,
+        verify=verify,
+        text=text,
+        force=force,
     )
     return Report(
         result,
-        [f"Moved {result['tensors']} tensors of {model} to {out}.", *left_out(result)],
+        [
+            f"Moved {result['tensors']} tensors of {model} to {out}.",
+            *verification_lines(result["verification"]),
+            *left_out(result),
+        ],
     )
 
 
 @command("merge", cls=MergekitCommand)
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
+@verify_option
+@text_option
 @existing_output
-def merge_command(recipe: Path, out: Path, force: bool, **options: Any) -> Report:
+def merge_command(
+    recipe: Path, out: Path, verify: bool | None, text: Path | None, force: bool, **options: Any
+) -> Report:
     """Run a mergekit RECIPE; takes every option of mergekit-yaml."""
     from mergekit.options import MergeOptions
     from pydantic import ValidationError
@@ -151,14 +177,14 @@ def merge_command(recipe: Path, out: Path, force: bool, **options: Any) -> Repor
     from signed_align.files import require_free
     from signed_align.merge_methods import merge
 
-    require_free(out, directory=True, force=force, inputs=[recipe])
+    require_free(out, directory=True, force=force, inputs=[recipe, *given(text)])
     try:
         silent = progress.quiet.get() or not sys.stderr.isatty()
         merge_options = MergeOptions(**options, quiet=silent)
     except (ValidationError, ValueError) as error:
         raise SignedAlignError(f"mergekit refuses the options: {error}") from error
     merge_options.apply_global_options()
-    result = merge(recipe, out, merge_options, force=force)
+    result = merge(recipe, out, merge_options, verify=verify, text=text, force=force)
     lines = [f"Merged with {result['merge_method']} into {out}."]
     if result["reference"]:
         lines.append(f"  coordinates of {result['reference']}")
@@ -166,6 +192,7 @@ def merge_command(recipe: Path, out: Path, force: bool, **options: Any) -> Repor
         residual = gauge["spaces"].get("residual", {})
         margin = f", margin {quantiles(residual['margin'])}" if "margin" in residual else ""
         lines.append(f"  aligned from {gauge['source']['name']}{margin}")
+    lines += verification_lines(result["verification"])
     return Report(result, lines)
 
 

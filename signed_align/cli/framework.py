@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import shlex
 import sys
 import traceback
 import warnings
@@ -27,6 +28,14 @@ INTERRUPTED = 130
 
 TRACEBACK = "SIGNED_ALIGN_TRACEBACK"
 """The environment variable that shows where a bug is."""
+
+MEASURED = (
+    "difference", "explained", "correlation", "disagree", "against", "loss", "above_inputs"
+)  # fmt: skip
+"""What verifications measure, in the order in which it is said."""
+
+TYPED = "signed_align.typed"
+"""Where click's context keeps the command line."""
 
 POSITIVE = click.IntRange(min=1)
 SEED = click.IntRange(0, 2**32 - 1)
@@ -60,6 +69,12 @@ accept_weak_option = click.option(
     is_flag=True,
     help="Go on where no reliable gauge is found, instead of ending with exit code 3.",
 )
+verify_option = click.option(
+    "--verify/--no-verify",
+    default=None,
+    help="Run the models on a few tokens, and write nothing (exit code 4) if they do not agree as "
+    "they should; by default where that is cheap.",
+)
 device_option = click.option("--device", default="cpu", show_default=True, help="Torch device.")
 
 
@@ -71,7 +86,20 @@ class Report:
     lines: list[str] = field(default_factory=list)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """A group that keeps what was typed, which outputs record."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], *arguments: Any, **options: Any
+    ) -> click.Context:
+        """The context, with what was typed."""
+        typed = shlex.join(["signed-align", *args])
+        context = super().make_context(info_name, args, *arguments, **options)
+        context.meta[TYPED] = typed
+        return context
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="signed-align")
 def main() -> None:
     """Move adapters, SAEs, vectors, training state and merges to checkpoints in other coordinates.
@@ -101,9 +129,10 @@ def command(name: str, **attributes: Any) -> Callable[[Callable[..., Report]], c
 def _run(
     function: Callable[..., Report], arguments: dict[str, Any], *, as_json: bool, quiet: bool
 ) -> None:
-    from signed_align import progress
+    from signed_align import progress, provenance
 
     progress.quiet.set(quiet)
+    provenance.command.set(click.get_current_context().meta.get(TYPED))
     said: list[str] = []
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
@@ -215,6 +244,22 @@ def numbers(text: str) -> list[int]:
 def quantiles(margin: dict[str, float]) -> str:
     """The quantiles of a margin, in words."""
     return "  ".join(f"{name} {value:.3f}" for name, value in margin.items())
+
+
+def verification_lines(found: dict[str, Any]) -> list[str]:
+    """What a verification found, in a line, and a line for each effect."""
+    if "skipped" in found:
+        return [f"  not verified: {found['skipped']}"]
+    numbers = [f"{name} {found[name]:.3g}" for name in MEASURED if found.get(name) is not None]
+    lines = [f"  verified ({found['claim']}): {found['of']}, {', '.join(numbers)}"]
+    for effect in found.get("effects", ()):
+        said = (
+            f"not run: {effect['skipped']}"
+            if "skipped" in effect
+            else f"{effect['arrives']:.1%} of its effect arrives"
+        )
+        lines.append(f"    {effect['artifact']} ({effect['kind']}): {said}")
+    return lines
 
 
 def left_out(result: dict[str, Any]) -> list[str]:

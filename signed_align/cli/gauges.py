@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from signed_align.cli.framework import (
     require_plot,
     spaces_option,
     text_option,
+    verification_lines,
+    verify_option,
     words,
 )
 from signed_align.errors import SignedAlignError
@@ -65,6 +68,7 @@ OBJECTIVES = ["sign_marginalized", "signed", "permutation"]
 )
 @click.option("--seed", default=0, type=SEED, show_default=True, help="Chooses text and pairs.")
 @accept_weak_option
+@verify_option
 @device_option
 @existing_output
 def gauge_command(
@@ -81,6 +85,7 @@ def gauge_command(
     shuffle_pairs: bool,
     seed: int,
     accept_weak: bool,
+    verify: bool | None,
     device: str,
     force: bool,
 ) -> Report:
@@ -89,11 +94,13 @@ def gauge_command(
     Where the evidence speaks for no gauge, as between unrelated models, nothing is written and the
     exit code is 3.
     """
+    from signed_align.activations import sentences_of
     from signed_align.checkpoint import Checkpoint
     from signed_align.files import require_free
     from signed_align.gauge import Gauge, by_kind
     from signed_align.recovery import recover
     from signed_align.reliability import Finding, Verdict, warn_of_verdict
+    from signed_align.verification import verified, verify_gauge
 
     read = [*directories(source, target), *given(text, truth)]
     require_free(out, directory=False, force=force, inputs=read)
@@ -117,6 +124,14 @@ def gauge_command(
         shuffle_pairs=shuffle_pairs,
         accept_weak=accept_weak,
     )
+    if verify is None and (objective != OBJECTIVES[0] or shuffle_pairs or accept_weak):
+        verify = False  # known to be wrong, or not to be relied on
+    ends = [Checkpoint.open(source), Checkpoint.open(target)]
+    sentences = sentences_of(text)
+    verification = verified(
+        verify, ends, lambda: verify_gauge(gauge, ends[0], ends[1], sentences, device=device)
+    )
+    gauge = replace(gauge, provenance={**gauge.provenance, "verification": verification})
     gauge.save(out, force=force)
     summary = gauge.summary()
     verdict = Verdict.of(gauge)
@@ -130,12 +145,14 @@ def gauge_command(
         "verdict": verdict.to_dict(),
         "margin": residual["margin"],
         "kinds": kinds,
+        "verification": verification,
         **summary,
     }
     lines = [
         f"Recovered a gauge of {residual['size']} residual coordinates from "
         f"{summary['provenance']['method']} ({objective}); it is in {out}.",
         f"  {verdict}",
+        *verification_lines(verification),
     ]
     for kind, entry in kinds.items():
         count = f" in {entry['spaces']} spaces" if entry["spaces"] > 1 else ""

@@ -19,7 +19,7 @@ from signed_align.activations import batches, hook_activations, load_tokenizer
 from signed_align.adapters import port
 from signed_align.adapters.sae import reconstruction_error
 from signed_align.barrier import Barrier, LossPath, plot_paths
-from signed_align.checkpoint import Checkpoint, scramble
+from signed_align.checkpoint import Checkpoint
 from signed_align.demo import assets
 from signed_align.demo.lora import TASK, is_llama_like, make_task, train_lora
 from signed_align.demo.sae import train_sae
@@ -29,6 +29,7 @@ from signed_align.files import require_free
 from signed_align.gauge import Gauge
 from signed_align.hooks import find_hook
 from signed_align.matching import Objective
+from signed_align.moving import scramble
 from signed_align.recovery import evidence_from_activations, evidence_from_weights
 
 MARKER = ".signed-align-demo"
@@ -251,7 +252,7 @@ class Demo:
         signed = self.out / f"{artifact.name}-signed"
         permuted = self.out / f"{artifact.name}-permutation"
         port(artifact, self.gauges[Objective.SIGN_MARGINALIZED.value], signed)
-        port(artifact, self.gauges[Objective.PERMUTATION.value], permuted)
+        port(artifact, self.gauges[Objective.PERMUTATION.value], permuted, verify=False)  # wrong
         return {"signed permutation": signed, "permutation only": permuted, "not moved": artifact}
 
     def merges(self) -> None:

@@ -1,0 +1,463 @@
+"""Running what was made before it may stay: does it agree as its gauge promises?
+
+Two models that compute the same function must agree exactly, up to rounding; models that were
+trained apart agree to some extent, which is measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from signed_align.activations import Batch, batches, load_model, load_tokenizer, padded
+from signed_align.chart import RESIDUAL
+from signed_align.checkpoint import Checkpoint
+from signed_align.errors import CheckpointError, SignedAlignError, VerificationError, one_line
+from signed_align.gauge import Gauge, ModelIdentity
+from signed_align.labels import kind_of, transport
+from signed_align.recovery import token_rows
+from signed_align.reliability import NOISE_FACTOR
+
+TOKENS = 256
+"""How many tokens a verification runs on."""
+
+TOLERANCE = 1e-3
+"""Equal means: no logit differs by more than this share of the largest; no coordinate by more than
+ten times this share of its own norm. Rounding stays below 1e-5 in float32."""
+
+MERGE_TOLERANCE = 0.05
+"""What merging models of one function may change of their logits: it rounds, often to bfloat16."""
+
+CHEAP_BYTES = 2 * 2**30
+"""Models whose weights are smaller than this, together, are run without being asked to."""
+
+ROWS = 4096
+"""Rows of the token matrices that a gauge is checked on where its models are at hand."""
+
+LEAST_CORRELATION = 0.1
+"""A gauge does not fit its models if the moved rows agree with the target's less than this."""
+
+MOST_AGAINST = 0.05
+"""A gauge does not fit its models if more than this share of coordinates speaks against it."""
+
+
+def verified(
+    verify: bool | None, models: Sequence[Checkpoint], run: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """What a verification found, or why it was skipped.
+
+    Parameters
+    ----------
+    verify : bool, optional
+        True always runs it. None runs it where the models are small, and skips it, with the
+        reason, where it cannot be run. False skips it.
+    models : sequence of Checkpoint
+        The models that it has to run.
+    run : callable
+        The verification.
+
+    Raises
+    ------
+    VerificationError
+        If it fails.
+    SignedAlignError
+        If it was asked for and cannot be run.
+    """
+    if verify is False:
+        return {"skipped": "not asked for"}
+    if verify:
+        return run()
+    files = {file for model in models for file in model.files.values()}
+    if sum(file.stat().st_size for file in files) > CHEAP_BYTES:
+        return {"skipped": f"the models have more than {CHEAP_BYTES >> 30} GiB; --verify runs them"}
+    try:
+        return run()
+    except VerificationError:
+        raise
+    except SignedAlignError as error:
+        return {"skipped": str(error)}
+
+
+def sample(checkpoint: Checkpoint, sentences: Sequence[str] | None = None) -> list[Batch]:
+    """Some tokens to run models on: of the text, or random ones if there is no tokenizer."""
+    if sentences is not None:
+        try:
+            return batches(load_tokenizer(checkpoint), sentences, max_tokens=TOKENS, seed=1)
+        except CheckpointError:
+            pass  # no tokenizer
+    matrices = checkpoint.chart.token_matrices(checkpoint.files)
+    rows = min(checkpoint.shape(name)[0] for name in matrices)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(rows, (8, TOKENS // 8), generator=generator)
+    return [padded(ids.tolist())]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model computes on some tokens.
+
+    ``logits`` has shape (tokens, vocabulary), ``states`` (hidden states, tokens, d).
+    """
+
+    logits: Tensor
+    states: Tensor
+
+
+def look(
+    checkpoint: Checkpoint,
+    todo: Sequence[Batch],
+    *,
+    change: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
+    device: str = "cpu",
+) -> Seen:
+    """Run a causal language model in float32, as it is or as ``change`` makes it.
+
+    Raises CheckpointError if it cannot be run, or if its logits are not finite: then nothing can
+    be compared.
+    """
+    network = load_model(checkpoint, head=True, dtype=torch.float32, device=device)
+    logits, states = [], []
+    with torch.inference_mode(), change(network) as model:
+        for batch in todo:
+            mask = batch.attention_mask.bool()
+            try:
+                found = model(
+                    input_ids=batch.input_ids.to(device),
+                    attention_mask=batch.attention_mask.to(device),
+                    output_hidden_states=True,
+                    use_cache=False,
+                )
+            except (RuntimeError, IndexError, ValueError, TypeError) as error:
+                raise CheckpointError(
+                    f"{checkpoint.name} does not run: {one_line(error)}"
+                ) from error
+            here = slice(-mask.shape[1], None)  # a soft prompt stands in front
+            logits.append(found.logits[:, here].cpu()[mask].float())
+            inside = [state[:, here].cpu()[mask].float() for state in found.hidden_states]
+            states.append(torch.stack(inside))
+    seen = Seen(torch.cat(logits), torch.cat(states, dim=1))
+    if not torch.isfinite(seen.logits).all():
+        raise CheckpointError(f"the logits of {checkpoint.name} are not finite.")
+    return seen
+
+
+def agreement(ours: Tensor, theirs: Tensor) -> dict[str, float]:
+    """How far two results agree: ``difference``, the largest, as a share of the largest value;
+    ``explained``, 1 minus the squared distance as a share of the squared norm.
+    """
+    if ours.shape != theirs.shape:
+        return {"difference": 1.0, "explained": 0.0}
+    gap, norm = (ours - theirs).double(), ours.double().square().sum().clamp_min(1e-30)
+    return {
+        "difference": float(gap.abs().max() / ours.double().abs().max().clamp_min(1e-30)),
+        "explained": float(1 - gap.square().sum() / norm),
+    }
+
+
+def verify_same_function(
+    before: Checkpoint, after: Checkpoint, sentences: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Whether a checkpoint that was moved computes what it did before.
+
+    Returns ``claim`` (``equal``), ``of`` (``logits``), ``tokens``, and the :func:`agreement`.
+    Raises VerificationError if they differ.
+    """
+    todo = sample(before, sentences)
+    ours, theirs = (look(one, todo).logits for one in (before, after))
+    found: dict[str, Any] = {"claim": "equal", "of": "logits", "tokens": len(ours)}
+    found |= agreement(ours, theirs)
+    if found["difference"] > TOLERANCE:
+        raise VerificationError(
+            f"the moved model should compute the same as {before.name}, but its logits differ by "
+            f"{found['difference']:.2g} of the largest (at most {TOLERANCE:g} was expected); "
+            "nothing was kept. Please report it.",
+            found,
+        )
+    return found
+
+
+def verify_gauge(
+    gauge: Gauge,
+    source: Checkpoint,
+    target: Checkpoint,
+    sentences: Sequence[str] | None = None,
+    *,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Whether a gauge carries one model's hidden states, and weights, into the other's.
+
+    Where both compute the same function the claim is that they are equal afterwards. Else it is
+    that each coordinate's variation arrives for some part.
+
+    Returns
+    -------
+    dict
+        ``claim`` (``equal`` or ``similar``), ``of``, ``tokens``, ``difference`` (of the logits),
+        ``explained`` (the mean share of a coordinate's squared norm that arrives), ``disagree``
+        (the share of coordinates off by more than a hundredth of their norm), ``weights`` (for
+        each further kind of space the cosine of moved weights and the target's).
+
+    Raises
+    ------
+    VerificationError
+        If the claim does not hold.
+    """
+    todo = sample(source, sentences)
+    ours, theirs = (look(one, todo, device=device) for one in (source, target))
+    functions = agreement(ours.logits, theirs.logits)["difference"]
+    equal = functions <= TOLERANCE
+    moved = transport(ours.states, (None, None, RESIDUAL), gauge)
+    off = (moved - theirs.states).flatten(0, 1).double().norm(dim=0)
+    norm = theirs.states.flatten(0, 1).double().norm(dim=0)
+    alive = norm > 0
+    ratio = off[alive] / norm[alive]
+    found: dict[str, Any] = {
+        "claim": "equal" if equal else "similar",
+        "of": "hidden states",
+        "tokens": len(ours.logits),
+        "difference": functions,
+        "explained": float((1 - ratio.square()).clamp_min(-1).mean()) if alive.any() else 1.0,
+        "disagree": float((ratio > 10 * TOLERANCE).double().mean()) if alive.any() else 0.0,
+        "weights": _cosines(gauge, source, target),
+    }
+    wrong = [kind for kind, cosine in found["weights"].items() if equal and cosine < 0.99]
+    ends = f"{source.name} and {target.name}"
+    if equal and found["disagree"] > 0:
+        raise VerificationError(
+            f"{ends} compute the same function, so that the gauge should make their hidden states "
+            f"equal, but {found['disagree']:.1%} of the coordinates differ: it is wrong there. "
+            "Recover it from more text or from weights; --no-verify keeps it all the same.",
+            found,
+        )
+    if wrong:
+        raise VerificationError(
+            f"{ends} compute the same function, but the gauge does not make their weights equal "
+            f"in {' and '.join(wrong)} (cosine {found['weights'][wrong[0]]:.3f}); recover these "
+            "spaces by other means (--from), or leave them out. --no-verify keeps it all the same.",
+            found,
+        )
+    if found["explained"] <= 0:
+        raise VerificationError(
+            f"moved through the gauge, the hidden states of {source.name} say nothing of those of "
+            f"{target.name} (share explained {found['explained']:.3f}, more than 0 was expected): "
+            "the gauge is wrong. --no-verify keeps it all the same.",
+            found,
+        )
+    return found
+
+
+def verify_merge(
+    merged: Checkpoint,
+    inputs: Sequence[Checkpoint],
+    sentences: Sequence[str] | None = None,
+    *,
+    same_shape: bool = True,
+) -> dict[str, Any]:
+    """Whether a merged model is fit to be kept.
+
+    Where all inputs compute the same function the claim is that the merged model does too, up to
+    the rounding of its dtype. Else only that its loss is finite, which is set against its inputs'.
+
+    Returns
+    -------
+    dict
+        ``claim``, ``of``, ``tokens``, ``difference`` (of the logits, from the first input's),
+        ``loss`` (nats per token), ``input_losses``, ``above_inputs`` (the merged model's loss minus
+        the largest of its inputs').
+
+    Raises
+    ------
+    VerificationError
+        If the claim does not hold.
+    """
+    todo = sample(inputs[0], sentences)
+    try:
+        found = look(merged, todo)
+    except CheckpointError as error:
+        raise VerificationError(
+            f"the merged model does not work: {error} Nothing was kept.", {"claim": "finite"}
+        ) from error
+    seen = [look(one, todo) for one in inputs]
+    losses = [loss_of(one.logits, todo) for one in seen]
+    equal = same_shape and all(
+        agreement(seen[0].logits, one.logits)["difference"] <= TOLERANCE for one in seen[1:]
+    )
+    measured: dict[str, Any] = {
+        "claim": "equal" if equal else "finite",
+        "of": "logits",
+        "tokens": len(found.logits),
+        "difference": agreement(seen[0].logits, found.logits)["difference"],
+        "loss": loss_of(found.logits, todo),
+        "input_losses": losses,
+        "above_inputs": loss_of(found.logits, todo) - max(losses),
+    }
+    if equal and measured["difference"] > MERGE_TOLERANCE:
+        raise VerificationError(
+            "all models of the recipe compute the same function, so that the merged model should "
+            f"too, but its logits differ by {measured['difference']:.2g} of the largest (at most "
+            f"{MERGE_TOLERANCE:g} was expected): they are not aligned. Give each model its gauge, "
+            "or see what `signed-align diagnose` says of them; --no-verify keeps it all the same.",
+            measured,
+        )
+    return measured
+
+
+def loss_of(logits: Tensor, todo: Sequence[Batch]) -> float:
+    """Mean cross-entropy of the next token, in nats, of logits in the order :func:`look` has."""
+    total, count, start = 0.0, 0, 0
+    for batch in todo:
+        mask = batch.attention_mask.bool()
+        for ids, present in zip(batch.input_ids, mask, strict=True):
+            ids = ids[present]
+            here = logits[start : start + len(ids)]
+            start += len(ids)
+            total += float(cross_entropy(here[:-1], ids[1:], reduction="sum"))
+            count += len(ids) - 1
+    return total / max(count, 1)
+
+
+def _cosines(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, float]:
+    """For each kind of space beside the residual stream: the cosine of the weights it moves."""
+    products: dict[str, list[float]] = {}
+    for name in source.files:
+        shape = source.shape(name)
+        if name not in target.files or target.shape(name) != shape:
+            continue
+        axes = source.chart.axes(name, shape)
+        spaces = {space for label in axes if label is not None for space in label.spaces}
+        kinds = {kind_of(space) for space in spaces} - {RESIDUAL.space}
+        if not kinds or not spaces <= gauge.elements.keys() or len(shape) < 2:
+            continue
+        other = source.instead(gauge, name)
+        moved = transport(source.tensor(name) if other is None else other, axes, gauge).double()
+        wanted = target.tensor(name).double()
+        for kind in kinds:
+            sums = products.setdefault(kind, [0.0, 0.0, 0.0])
+            for place, (x, y) in enumerate([(moved, wanted), (moved, moved), (wanted, wanted)]):
+                sums[place] += float((x * y).sum())
+    return {
+        kind: xy / max((xx * yy) ** 0.5, 1e-30) for kind, (xy, xx, yy) in sorted(products.items())
+    }
+
+
+# ---- without running anything --------------------------------------------------------------------
+
+
+def at_hand(model: ModelIdentity | None) -> Checkpoint | None:
+    """The checkpoint that one end of a gauge names, if it lies on this machine; else None."""
+    if model is None:
+        return None
+    place: Any = model.name
+    if not os.path.isdir(place):
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(
+                model.name, "config.json", revision=model.revision or None
+            )
+        except HFValidationError:
+            return None
+        if not isinstance(found, str):
+            return None
+        place = Path(found).parent
+    try:
+        return Checkpoint.open(place)
+    except SignedAlignError:
+        return None
+
+
+def check_gauge(gauge: Gauge) -> dict[str, Any]:
+    """Check a gauge against its two models, where they are at hand, without running them.
+
+    Both must still be what they were when it was made. And it must carry the rows of the source's
+    token matrices into the target's: exactly, where most coordinates agree exactly; else so that
+    they correlate, and few coordinates speak against it.
+
+    Returns
+    -------
+    dict
+        ``claim``, ``of``, ``rows``, ``correlation`` (mean over coordinates, of moved and wanted
+        rows), ``against`` (the share of coordinates where it is clearly negative), ``disagree``
+        (the share that is not the same in every row); or ``skipped``, with the reason.
+
+    Raises
+    ------
+    GaugeError
+        If a model is another one than when the gauge was made.
+    VerificationError
+        If the gauge does not fit its models.
+    """
+    source, target = at_hand(gauge.source), at_hand(gauge.target)
+    for model, require in ((source, gauge.require_source), (target, gauge.require_target)):
+        if model is not None:
+            require(model.identity)
+    if source is None or target is None or RESIDUAL.space not in gauge.elements:
+        missing = [end.name for end in (gauge.source, gauge.target) if end and not at_hand(end)]
+        return {
+            "skipped": f"{' and '.join(missing)} not at hand"
+            if missing
+            else "the gauge does not have both its models and the residual stream"
+        }
+    found = _rows_agreement(gauge, source, target)
+    if found["claim"] == "equal" and found["disagree"]:
+        raise VerificationError(
+            f"the gauge does not carry the token matrices of {source.name} into those of "
+            f"{target.name}: {found['disagree']:.1%} of the coordinates, or their signs, are wrong "
+            "while the others agree exactly; recover the gauge again.",
+            found,
+        )
+    if found["claim"] == "similar" and found["correlation"] < LEAST_CORRELATION:
+        raise VerificationError(
+            f"the gauge does not fit {source.name} and {target.name}: moved through it, their "
+            f"token matrices have a correlation of {found['correlation']:.3f} (at least "
+            f"{LEAST_CORRELATION:g} was expected), and {found['against']:.1%} of the coordinates "
+            "the opposite sign; recover the gauge again. --no-verify moves it all the same.",
+            found,
+        )
+    if found["claim"] == "similar" and found["against"] > MOST_AGAINST:
+        raise VerificationError(
+            f"the gauge does not fit {source.name} and {target.name}: {found['against']:.1%} of "
+            "the coordinates of their token matrices have the opposite sign (at most "
+            f"{MOST_AGAINST:.0%} was expected); recover the gauge again. --no-verify moves it all "
+            "the same.",
+            found,
+        )
+    return found
+
+
+def _rows_agreement(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, Any]:
+    blocks, rows = [], 0
+    for _, x, y in token_rows(source, target):
+        kept = slice(0, ROWS - rows)
+        ours, theirs = x[kept].float().double(), y[kept].float().double()
+        blocks.append((transport(ours, (None, RESIDUAL), gauge), theirs))
+        rows += len(ours)
+        if rows >= ROWS:
+            break
+    moved, wanted = (torch.cat(side) for side in zip(*blocks, strict=True))
+    found: dict[str, Any] = {"of": "rows of the token matrices", "rows": rows}
+    if not (torch.isfinite(moved).all() and torch.isfinite(wanted).all()):
+        return {**found, "claim": "none", "skipped": "the token matrices are not finite"}
+    x, y = moved - moved.mean(dim=0), wanted - wanted.mean(dim=0)
+    norms = (x.square().sum(dim=0) * y.square().sum(dim=0)).sqrt()
+    alive = norms > 0
+    if not alive.any():
+        return {**found, "claim": "none", "skipped": "the token matrices do not vary"}
+    correlation = (x * y).sum(dim=0)[alive] / norms[alive]
+    differs = (moved != wanted).any(dim=0)
+    return {
+        **found,
+        "claim": "equal" if float((~differs[alive]).double().mean()) >= 0.5 else "similar",
+        "correlation": float(correlation.mean()),
+        "against": float((correlation < -NOISE_FACTOR / rows**0.5).double().mean()),
+        "disagree": float(differs.double().mean()),
+    }
