@@ -36,6 +36,7 @@ from signed_align.gauge import Gauge
 from signed_align.model_card import add_section
 from signed_align.provenance import Record, end, gauge_summary, is_record
 from signed_align.reliability import warn_of_verdict
+from signed_align.sources import Sources
 from signed_align.verification import check_gauge
 
 __all__ = [
@@ -213,6 +214,7 @@ confidence`), ``left_out`` (weight files that do not belong to the artifact), ``
     path = Path(artifact)
     if not path.exists():
         raise ArtifactError(f"there is no artifact at {path}.")
+    sources = Sources.below(path)
     warn_of_verdict(gauge)
     gauge = gauge.inverse() if inverse else gauge
     journey = Journey.along(gauge, hook=hook, allow_pickle=allow_pickle, made_on=made_on)
@@ -252,6 +254,7 @@ confidence`), ``left_out`` (weight files that do not belong to the artifact), ``
                 add_section(place, record, base=(one.made_on, journey.target))
         written = [temporary / file.relative_to(path) for one in found for file in one.files]
         record.save(temporary, written)
+        sources.require_unchanged()
     reasons = [
         f"{file.relative_to(path)} is left out: {reason}"
         for file, reason in findings.left_out.items()

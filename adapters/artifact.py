@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from signed_align.adapters.formats import Labelling, TensorFile
 from signed_align.adapters.json_files import json_like
+from signed_align.adapters.origin import is_proved_source
 from signed_align.chart import RESIDUAL, VOCABULARY, Chart, numbers_in
-from signed_align.checkpoint import Checkpoint, carry_along
+from signed_align.checkpoint import carry_along
 from signed_align.errors import (
     ArtifactError,
     ChartError,
-    CheckpointError,
     GaugeError,
 )
 from signed_align.gauge import Gauge, ModelIdentity
@@ -288,7 +287,7 @@ def move(
     SignedAlignError if anything is not understood.
     """
     record = Record.of(artifact.path)
-    verified = False if any_source else _is_gauge_source(artifact, journey, record)
+    verified = False if any_source else is_proved_source(artifact, journey, record)
     labels = artifact.explanation(journey.gauge)
     for part in track(artifact.parts, f"moving {artifact.path.name}", unit="file"):
         destination = (
@@ -364,54 +363,3 @@ def _chart_of(model: ModelIdentity, gauge: Gauge) -> Chart:
         return Chart.for_model(model.model_type, **settings)
     width = gauge.element(RESIDUAL.space).size
     return Chart.for_model(model.model_type, width).residual_alone()
-
-
-def _is_gauge_source(artifact: Artifact, journey: Journey, record: Record) -> bool:
-    """Whether the artifact is proved to be made on the gauge's source; raises if it is not.
-
-    A model that is at hand, or that an earlier move recorded, is compared by fingerprint. One that
-    is neither can only be compared by name, which is reported but not a proof.
-    """
-    gauge = journey.gauge
-    assert gauge.source is not None
-    what = f"{artifact.path.name} ({artifact.kind})"
-    if artifact.identity is not None:
-        try:
-            gauge.require_source(artifact.identity)
-        except GaugeError as error:
-            raise GaugeError(
-                f"{str(error).rstrip('.')}; pass --any-source if it was trained from the gauge's "
-                "source and shares its coordinates."
-            ) from error
-        return True
-    if record.target is not None:
-        if record.target.get("fingerprint") != gauge.source.fingerprint:
-            raise GaugeError(
-                f"{what} was moved to the coordinates of {record.target['name']} "
-                f"({str(record.target.get('fingerprint'))[:12]}), and the gauge leads from "
-                f"{gauge.source}; pass --any-source if both share their coordinates."
-            )
-        return True
-    made_on = artifact.made_on or journey.made_on
-    if not made_on:
-        raise ArtifactError(
-            f"{what} does not say which model it was made on, so it cannot be checked that the "
-            f"gauge from {gauge.source.name} fits it; name the model with --made-on, or pass "
-            "--any-source."
-        )
-    if not isinstance(made_on, str):
-        raise ArtifactError(f"{what} names its model by {made_on!r}, not by a name.")
-    if os.path.isdir(made_on):
-        try:
-            identity = Checkpoint.open(made_on).identity
-        except CheckpointError:
-            identity = None
-        if identity is not None:
-            gauge.require_source(identity)
-            return artifact.made_on is not None  # what its user says is no proof
-    if Path(made_on).name.lower() != Path(gauge.source.name).name.lower():
-        raise ArtifactError(
-            f"{what} was made on {made_on!r}, but the gauge leads from {gauge.source.name!r}; pass "
-            "--any-source if both are the same model or share its coordinates."
-        )
-    return False

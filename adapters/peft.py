@@ -113,10 +113,13 @@ class PeftFamily:
 
 
 def _outdated_card(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """A note, if the model card names the base, which it goes on to do."""
+    """A note, if the text of the model card names the base, which it goes on to do."""
     card, base = path / "README.md", config.get("base_model_name_or_path")
-    if base and card.is_file() and str(base) in card.read_text(encoding="utf-8", errors="replace"):
-        yield f"README.md still names {base} as the base model"
+    if not base or not card.is_file():
+        return
+    text = card.read_text(encoding="utf-8", errors="replace")
+    if str(base) in re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL):
+        yield f"the text of README.md still names {base} as the base model"
 
 
 def kind_of(config: Mapping[str, Any]) -> str:

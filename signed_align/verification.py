@@ -407,7 +407,7 @@ def check_gauge(gauge: Gauge) -> dict[str, Any]:
             if missing
             else "the gauge does not have both its models and the residual stream"
         }
-    found = _rows_agreement(gauge, source, target)
+    found = rows_agreement(gauge, source, target)
     if found["claim"] == "equal" and found["disagree"]:
         raise VerificationError(
             f"the gauge does not carry the token matrices of {source.name} into those of "
@@ -434,7 +434,11 @@ def check_gauge(gauge: Gauge) -> dict[str, Any]:
     return found
 
 
-def _rows_agreement(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, Any]:
+def rows_agreement(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, Any]:
+    """How far a gauge carries the token matrices of one model into the other's.
+
+    Returns what :func:`check_gauge` does, and raises SignedAlignError if they have none in common.
+    """
     blocks, rows = [], 0
     for _, x, y in token_rows(source, target):
         kept = slice(0, ROWS - rows)

@@ -2,14 +2,15 @@
 
 import json
 import shutil
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from signed_align import Gauge, SignedPermutation, apply, port, scramble
-from signed_align.errors import SignedAlignError, VerificationError
+from signed_align import Checkpoint, Gauge, SignedPermutation, apply, port, scramble
+from signed_align.errors import SignedAlignError, SignedAlignWarning, VerificationError
 from tests import tiny
 from tests.test_lora import adapter_on
 from tests.test_recovery import add_tokenizer
@@ -284,3 +285,36 @@ def test_gauges_are_loaded_with_the_ends_that_were_saved(world, tmp_path):
     assert loaded.content_hash == gauges["model"].content_hash
     assert loaded.source.config_hash == gauges["model"].source.config_hash != ""
     assert set(loaded.provenance["versions"]) >= {"signed-align", "torch", "transformers"}
+
+
+@pytest.mark.parametrize("name", ["adapter", "sae"])
+def test_what_meets_a_model_in_other_coordinates_is_warned_of(world, tmp_path, name):
+    """The silent failure: it loads, it runs, and what comes out is plausible and wrong."""
+    from signed_align.adapters import recognise
+    from signed_align.adapters.origin import warn_if_foreign
+
+    root, gauges = world
+    ARTIFACTS[name](root, tmp_path / name)
+
+    def meet(artifact, model):
+        says = recognise(artifact).inspect(artifact)
+        warn_if_foreign(artifact, says, Checkpoint.open(model))
+
+    tuned = tiny.load(root / "model")
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.mul_(1.01)
+    add_tokenizer(tiny.save(tuned, tmp_path / "tuned"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SignedAlignWarning)
+        meet(tmp_path / name, root / "model")
+        meet(tmp_path / name, tmp_path / "tuned")
+    for wrong in ("model-twin", "other", "wide"):
+        with pytest.warns(SignedAlignWarning, match="plausible and wrong"):
+            meet(tmp_path / name, root / wrong)
+    port(tmp_path / name, gauges["model"], tmp_path / "ported")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SignedAlignWarning)
+        meet(tmp_path / "ported", root / "model-twin")
+    with pytest.warns(SignedAlignWarning, match="record of its last move"):
+        meet(tmp_path / "ported", root / "model")

@@ -117,6 +117,17 @@ def port_command(
     )
 
 
+def _warn_if_foreign(artifact: Path | None, model: str) -> None:
+    """Warn if an artifact that is about to be used was made in other coordinates."""
+    from signed_align.adapters import recognise
+    from signed_align.adapters.origin import warn_if_foreign
+    from signed_align.checkpoint import Checkpoint
+
+    family = recognise(artifact) if artifact is not None and artifact.exists() else None
+    if artifact is not None and family is not None:
+        warn_if_foreign(artifact, family.inspect(artifact), Checkpoint.open(model))
+
+
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
@@ -180,6 +191,7 @@ def evaluate_command(
 
     if (task is None) == (sae is None):
         raise SignedAlignError("give either --task or --sae.")
+    _warn_if_foreign(adapter if sae is None else sae, model)
     if sae is not None:
         measured = evaluate_sae(model, sae, text=text, device=device)
         return Report(
@@ -231,6 +243,7 @@ def steer_command(
     from signed_align.activations import sentences_of
     from signed_align.adapters.steering import steering_effect
 
+    _warn_if_foreign(vectors, model)
     measured = steering_effect(
         model,
         vectors,
