@@ -26,8 +26,12 @@ from signed_align.errors import (
 )
 from signed_align.hooks import Hook, listening
 from signed_align.progress import track
+from signed_align.refusals import require_finite
 
 MAX_LENGTH = 128
+MAX_CHARACTERS = 2**15
+"""Of a longer sentence only the beginning is tokenised, of which a few tokens are used."""
+
 BATCH_TOKENS = 1024
 MASSIVE_RATIO = 10.0
 """Samples whose norm exceeds this multiple of the median norm are left out."""
@@ -106,6 +110,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """
     from transformers import AutoTokenizer
 
+    _ = checkpoint.config  # raises, with the reason, where that is what cannot be read
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
     except Exception as error:  # tokenizer files fail in many ways
@@ -113,7 +118,16 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     names = [*tokenizer.vocab_files_names.values()] or ["tokenizer_config.json"]
     if not any((checkpoint.path / name).is_file() for name in names):
         raise CheckpointError(f"{checkpoint.name} has no tokenizer: none of {', '.join(names)}.")
+    positions = positions_of(checkpoint)
+    if positions:  # tokenizers do not always say it
+        tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
     return tokenizer
+
+
+def positions_of(checkpoint: Checkpoint) -> int | None:
+    """How many tokens a checkpoint's model takes at most, if its config says so."""
+    positions = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
+    return int(positions) if positions else None
 
 
 def load_model(checkpoint: Checkpoint, *, head: bool, dtype: torch.dtype, device: str) -> Any:
@@ -131,13 +145,18 @@ def load_model(checkpoint: Checkpoint, *, head: bool, dtype: torch.dtype, device
         )
         model = model.to(device).eval()
     except Exception as error:  # a bad config, weight or device fails in many ways
+        reason = one_line(error)
+        if "ignore_mismatched_sizes" in reason:  # transformers names them in its log alone
+            reason = "its config asks for weights of other shapes than its files hold."
         raise CheckpointError(
-            f"{checkpoint.name} cannot be loaded on {device}: {one_line(error)}"
+            f"{checkpoint.name} cannot be loaded on {device}: {reason}"
         ) from error
     finally:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+    require_finite(model.named_parameters(), checkpoint.name)
+    _refuse_unknown_tokens(model, checkpoint.name)
     missing = sorted(loading["missing_keys"])
     if missing:
         raise CheckpointError(
@@ -147,20 +166,43 @@ def load_model(checkpoint: Checkpoint, *, head: bool, dtype: torch.dtype, device
     return model
 
 
+def _refuse_unknown_tokens(model: Any, name: str) -> None:
+    """Make a model refuse token ids that its embedding has no row for, in a sentence."""
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        return
+    rows = getattr(embedding, "num_embeddings", None)
+    if rows is None:
+        return
+
+    def require_rows(_: Any, inputs: tuple[Any, ...]) -> None:
+        if inputs and inputs[0].numel() and int(inputs[0].max()) >= rows:
+            raise CheckpointError(
+                f"the tokenizer makes the token {int(inputs[0].max())}, and the embedding of "
+                f"{name} has {rows} rows; is it the tokenizer of this model?"
+            )
+
+    embedding.register_forward_pre_hook(require_rows)
+
+
 def batches(
     tokenizer: Any, sentences: Iterable[str], *, max_tokens: int, seed: int = 0
 ) -> list[Batch]:
-    """Tokenise sentences, cut at ``MAX_LENGTH``, and pack those of similar length together.
+    """Tokenise sentences and pack those of similar length together.
 
-    Sentences are taken in a random order fixed by ``seed`` until ``max_tokens`` are reached.
-    Raises SignedAlignError if there is not one token.
+    They are cut at ``MAX_LENGTH``, or at the positions that the model has, and taken in a random
+    order fixed by ``seed`` until ``max_tokens`` are reached. Raises SignedAlignError if there is
+    not one token.
     """
     order = list(sentences)
     random.Random(seed).shuffle(order)
     chosen: list[list[int]] = []
     budget = max_tokens
     for sentence in order:
-        ids = tokenizer(sentence, truncation=True, max_length=MAX_LENGTH)["input_ids"]
+        cut = sentence[:MAX_CHARACTERS]
+        length = min(MAX_LENGTH, tokenizer.model_max_length)
+        ids = tokenizer(cut, truncation=True, max_length=length)["input_ids"]
         if budget <= 0:
             break
         if ids:
@@ -205,7 +247,8 @@ def typical(*streams: Tensor) -> Tensor:
     """
     kept = torch.ones(len(streams[0]), dtype=torch.bool)
     for samples in streams:
-        norms = samples.float().norm(dim=1)
+        # squares of large or small numbers leave the range of float32
+        norms = torch.linalg.vector_norm(samples.float(), dim=1, dtype=torch.float64)
         massive = (norms > MASSIVE_RATIO * norms.nanmedian()) & norms.isfinite()
         kept &= ~massive & (norms != 0)
     return kept

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from signed_align.errors import GaugeError
 from signed_align.files import atomic_path
+from signed_align.refusals import require_plausible
 from signed_align.signed_permutation import SignedPermutation
 
 FORMAT = "signed-align-gauge"
@@ -343,6 +344,8 @@ def _require_valid(
     for end in (source, target):
         if end and not isinstance(end.config, dict):
             raise TypeError("an end's config must be an object")
+        if end:
+            require_plausible(end.name, end.config)
         if end and not all(isinstance(value, str) for value in end.summary().values()):
             raise TypeError("an end's name, fingerprint, model_type and revision must be strings")
 

@@ -62,9 +62,7 @@ class Correlation:
                 "check the checkpoints, or run them in float32."
             )
         if stream not in self._scales:
-            self._scales[stream] = (
-                source.mean(0), _scale(source), target.mean(0), _scale(target)
-            )  # fmt: skip
+            self._scales[stream] = (*_mean_and_scale(source), *_mean_and_scale(target))
         mean_source, scale_source, mean_target, scale_target = self._scales[stream]
         x = (source - mean_source) / scale_source
         y = (target - mean_target) / scale_target
@@ -88,9 +86,12 @@ class Correlation:
         return torch.where(scale > 1e-12, covariance / scale.clamp_min(1e-12), 0.0).clamp(-1, 1)
 
 
-def _scale(samples: Tensor) -> Tensor:
-    deviation = samples.std(0, correction=0)
-    return torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+def _mean_and_scale(samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation per coordinate, computed where no square leaves the range."""
+    samples = samples.double()
+    deviation = samples.std(0, correction=0).float()
+    scale = torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+    return samples.mean(0).float(), scale
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,8 @@ def _unexercised(bench: Bench, chart: Chart) -> frozenset[str]:
     for parameter in parameters.values():
         parameter.requires_grad_(parameter.is_floating_point())
         parameter.grad = None
-    bench.model(**bench.inputs).logits.square().sum().backward()
+    with torch.inference_mode(False), torch.enable_grad():  # wherever it is called from
+        bench.model(**bench.inputs).logits.square().sum().backward()
     for name, parameter in parameters.items():
         if name not in bench.state:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -36,7 +36,7 @@ def skeleton(settings: Mapping[str, Any]) -> Any:
             ]
             model = (
                 named[0](config)
-                if named and isinstance(named[0], type)
+                if named and _is_model_class(named[0])
                 else AutoModelForCausalLM.from_config(config)
             )
             model.tie_weights()
@@ -46,6 +46,13 @@ def skeleton(settings: Mapping[str, Any]) -> Any:
             f"transformers cannot make a {settings.get('model_type')} model from its config: "
             f"{one_line(error)}"
         ) from error
+
+
+def _is_model_class(found: Any) -> TypeGuard[type]:
+    """Whether a config names a model class of transformers, and none that does other things."""
+    from transformers import PreTrainedModel
+
+    return isinstance(found, type) and issubclass(found, PreTrainedModel)
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

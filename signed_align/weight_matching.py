@@ -9,6 +9,7 @@ signs included.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -24,6 +25,7 @@ from signed_align.groups import Group, Within
 from signed_align.labels import Axes, Axis, Fused, Label, Section, transport
 from signed_align.matching import Match, Objective, match
 from signed_align.progress import track
+from signed_align.refusals import require_finite
 from signed_align.signed_permutation import SignedPermutation
 from signed_align.site_matching import match_site
 from signed_align.sites import SiteTensors, sites_of
@@ -118,6 +120,17 @@ class WeightMatching:
 
     # ---- one space ---------------------------------------------------------------------------
 
+    @property
+    def residual_rows(self) -> int:
+        """How many numbers of either model each entry of the residual evidence rests on."""
+        size = self.source.spaces[RESIDUAL.space].group.size
+        along = {RESIDUAL, RESIDUAL.unsigned}
+        return sum(
+            math.prod(self.source.shape(name)) // size
+            for name, axes in self.axes.items()
+            if sum(label in along for label in axes) == 1 and len(axes) > 1
+        )
+
     def match_residual(self, gauge: Gauge) -> dict[str, Match]:
         """Match the residual stream over all weights, the sites as ``gauge`` has them."""
         group = self.source.spaces[RESIDUAL.space].group
@@ -157,9 +170,11 @@ class WeightMatching:
 
     def _pair(self, name: str, others: Gauge) -> tuple[Tensor, Tensor]:
         """A source weight, moved by all other spaces, and its partner; cut to common rows."""
-        x = self.source.tensor(self.source.chart.origin(name, others))
-        x = transport(x, self.axes[name], others).float()
-        y = self.target.tensor(self.partners[name]).float()
+        origin, partner = self.source.chart.origin(name, others), self.partners[name]
+        x, y = self.source.tensor(origin), self.target.tensor(partner)
+        require_finite([(origin, x)], self.source.name)
+        require_finite([(partner, y)], self.target.name)
+        x, y = transport(x, self.axes[name], others).float(), y.float()
         count = min(len(x), len(y)) if x.ndim else 0
         return (x[:count], y[:count]) if count else (x, y)
 

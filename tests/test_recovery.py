@@ -149,7 +149,7 @@ def test_activations_that_are_not_finite_are_refused(tmp_path):
     tensors = load_file(file)
     tensors["model.norm.weight"][0] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(GaugeError, match="NaN or infinite"):
+    with pytest.raises(CheckpointError, match=r"'norm\.weight' of .* holds NaN or infinite"):
         recover(source, twin, text=TEXT)
 
 
