@@ -377,13 +377,13 @@ def test_tokenizers_must_agree(twins, runs, tmp_path):
         transport_along([runs / "base", *bare], method="weights")
 
 
-def test_activations_that_are_not_finite_are_refused_by_name(twins, tmp_path):
+def test_weights_that_are_not_finite_are_refused_by_name(twins, tmp_path):
     path, _ = twins
     broken = shutil.copytree(path[1], tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")
     tensors["model.norm.weight"][0] = torch.nan
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(GaugeError, match="broken hold NaN"):
+    with pytest.raises(CheckpointError, match=r"norm\.weight.*broken holds NaN"):
         transport_along([path[0], broken, path[2]], text=TEXT)
 
 
