@@ -31,11 +31,12 @@ from signed_align.recovery import recover_by_weights
 from signed_align.reliability import warn_of_verdict
 
 NO_ALIGNMENT = "none"
+GAUGE = "gauge"
 ObjectiveName = Literal["sign_marginalized", "signed", "permutation", "none"]
 
 ALIGNMENT_PARAMETERS = (
     ParameterSpec(
-        "gauge",
+        GAUGE,
         Optional[str],  # noqa: UP045 (pydantic resolves it on Python 3.10 too)
         ParameterScope.INPUT,
         default=None,
@@ -218,7 +219,7 @@ def _aligned(group: TensorGroup, parameters: dict[str, Any]) -> TensorGroup:
         gauge = GAUGES.gauge(
             source,
             target,
-            parameters["gauge"][entry.id],
+            parameters[GAUGE][entry.id],
             objective,
             parameters["spaces"],
             parameters["accept_weak"],

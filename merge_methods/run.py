@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,13 +21,18 @@ from signed_align.errors import ArtifactError, SignedAlignError, one_line
 from signed_align.files import atomic_path
 from signed_align.matching import Objective
 from signed_align.merge_methods.align import GAUGES, NO_ALIGNMENT, AlignedMergeMethod
+from signed_align.merge_methods.recipe import gauge_files, require_known_parameters
 from signed_align.model_card import add_section
 from signed_align.provenance import Record, end, gauge_summary, text_hash
 from signed_align.recovery import vocabulary
+from signed_align.sources import Sources
 from signed_align.verification import verified, verify_merge
 
 BASELINES = (Objective.SIGNED.value, Objective.PERMUTATION.value, NO_ALIGNMENT)
 """Objectives that are known to be wrong, so that what they make is run only if asked for."""
+
+MOST_ENTRIES = 100_000
+"""A recipe has no more, with its anchors written out."""
 
 MODEL_KEYS = {"model", "base_model", "path", "lora", "reference", "source", "tokenizer_source"}
 
@@ -78,8 +84,9 @@ def merge(
     options = options or MergeOptions()
     GAUGES.forget()
     source = _read(recipe)
+    content = _parsed(source, recipe)
     try:
-        config = MergeConfiguration.model_validate(_with_absolute_paths(yaml.safe_load(source)))
+        config = MergeConfiguration.model_validate(_with_absolute_paths(content))
         method = merge_methods.get(config.merge_method)
     except (ValidationError, RuntimeError, ValueError, yaml.YAMLError, TypeError) as error:
         raise ArtifactError(f"the recipe {recipe} is not valid: {one_line(error)}") from error
@@ -90,14 +97,16 @@ def merge(
     if isinstance(method, AlignedMergeMethod):
         config.parameters = dict(config.parameters or {})
         reference = str(config.parameters.setdefault("reference", _reference(config)))
+        require_known_parameters(content)
         _require_one_vocabulary(config)
     local = [Path(model.model.path) for model in config.referenced_models()]
+    read = [file for path in local if path.is_dir() for file in path.iterdir() if file.is_file()]
+    sources = Sources.of(read)
     if reference:
         for path in filter(Path.is_dir, local):
             Checkpoint.open(path)  # what is wrong with a model is said before mergekit sees it
-    with atomic_path(
-        Path(out), directory=True, force=force, inputs=[path for path in local if path.is_dir()]
-    ) as temporary:
+    inputs = [*(path for path in local if path.is_dir()), *gauge_files(content)]
+    with atomic_path(Path(out), directory=True, force=force, inputs=inputs) as temporary:
         try:
             run_merge(config, str(temporary), options, config_source=source)
         except SignedAlignError:
@@ -110,12 +119,13 @@ def merge(
             )
         found = {"skipped": "the recipe does not align, or does not write safetensors"}
         if reference and options.safe_serialization:
-            inputs = _inputs(config)
+            models = _inputs(config)
             baseline = config.parameters.get("objective") in BASELINES
             found = _verify(
-                temporary, inputs, whole_models, False if baseline and not verify else verify, text
+                temporary, models, whole_models, False if baseline and not verify else verify, text
             )
-            _record(temporary, inputs, reference, config.merge_method, source, found)
+            _record(temporary, models, reference, config.merge_method, source, found)
+        sources.require_unchanged()
     return {
         "out": str(out),
         "merge_method": config.merge_method,
@@ -217,7 +227,7 @@ def _with_absolute_paths(content: Any) -> Any:
         return content
     return {
         key: "+".join(
-            str(Path(part).resolve()) if Path(part).is_dir() else part for part in value.split("+")
+            str(Path(part).resolve()) if os.path.isdir(part) else part for part in value.split("+")
         )
         if key in MODEL_KEYS and isinstance(value, str) and value not in ("base", "union")
         else _with_absolute_paths(value)
@@ -245,6 +255,32 @@ def _has_tokenizer(model: ModelReference) -> bool:
     return not path.is_dir() or any(
         any(path.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "*.model", "merges.txt")
     )
+
+
+def _parsed(text: str, recipe: str | Path) -> Any:
+    """What a recipe says; raises ArtifactError if it is no YAML, or unfolds without end."""
+    try:
+        content = yaml.safe_load(text)
+        entries = _unfolded(content, {})
+    except Exception as error:  # a value that is not what its tag says fails in many ways
+        raise ArtifactError(f"the recipe {recipe} is not valid: {one_line(error)}.") from error
+    if entries > MOST_ENTRIES:
+        raise ArtifactError(
+            f"the recipe {recipe} repeats itself to more than {MOST_ENTRIES} entries; write out "
+            "what its anchors stand for."
+        )
+    return content
+
+
+def _unfolded(content: Any, known: dict[int, int]) -> int:
+    """How many entries there are if each anchor is written out wherever it is used."""
+    if not isinstance(content, (dict, list)):
+        return 1
+    if id(content) not in known:
+        known[id(content)] = MOST_ENTRIES + 1  # of what holds itself, should it come again
+        inside = content.values() if isinstance(content, dict) else content
+        known[id(content)] = 1 + sum(_unfolded(item, known) for item in inside)
+    return known[id(content)]
 
 
 def _read(recipe: str | Path) -> str:

@@ -20,6 +20,7 @@ from signed_align.chart import (
     Tiled,
 )
 from signed_align.dimensions import Dimensions
+from signed_align.errors import OutputError
 from signed_align.files import atomic_path
 from signed_align.groups import Within
 from signed_align.labels import Axis
@@ -45,7 +46,7 @@ def store(key: str, chart: Chart) -> None:
         _file(key).parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(_file(key), directory=False, force=True) as temporary:
             temporary.write_text(json.dumps(_encoded(chart)), encoding="utf-8")
-    except OSError:
+    except (OSError, OutputError):
         return
 
 

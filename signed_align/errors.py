@@ -13,10 +13,30 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+MOST_CHARACTERS = 1500
+"""A longer message, which quotes a file at length, is cut in its middle."""
+
+
+def _sentence(message: str) -> str:
+    """A message as one line that can be printed anywhere and ends with a full stop.
+
+    Names and values of files stand in messages, and a file may call a tensor anything.
+    """
+    text = " ".join(message.split())
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    if len(text) > MOST_CHARACTERS:
+        text = f"{text[: MOST_CHARACTERS - 400]} … {text[-400:]}"
+    return text if text.endswith(".") else f"{text}."
+
+
 class SignedAlignError(Exception):
     """What a user can act on, in one sentence. The command line exits with ``exit_code``."""
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_sentence(message))
 
     @property
     def details(self) -> dict[str, Any]:
@@ -57,6 +77,10 @@ class ArtifactError(SignedAlignError):
 
 class OutputError(SignedAlignError):
     """An output that may not be, or cannot be, written; nothing of it is left behind."""
+
+
+class SourceError(SignedAlignError):
+    """An input that changed or disappeared while it was being read."""
 
 
 class VerificationError(SignedAlignError):

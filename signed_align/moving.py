@@ -25,6 +25,7 @@ from signed_align.gauge import Gauge
 from signed_align.progress import byte_meter
 from signed_align.provenance import Record, end, gauge_summary, is_record, stamp
 from signed_align.reliability import warn_of_verdict
+from signed_align.sources import Sources
 from signed_align.verification import verified, verify_same_function
 
 
@@ -77,6 +78,7 @@ def apply(
     """
     warn_of_verdict(gauge)
     checkpoint = Checkpoint.open(model)
+    sources = Sources.of([*checkpoint.files.values(), *other_files(checkpoint)])
     gauge = gauge.inverse() if inverse else gauge
     if not any_source:
         gauge.require_source(checkpoint.identity)
@@ -114,6 +116,7 @@ def apply(
             any_source=any_source,
             verification=verification,
         ).save(temporary)
+        sources.require_unchanged()
         fingerprint = result.identity.fingerprint
     return {
         "out": str(out),

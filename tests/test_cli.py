@@ -20,7 +20,7 @@ from tests.test_sae import build as build_sae
 
 COMMANDS = [
     "demo", "scramble", "gauge", "apply", "port", "merge", "barrier", "evaluate", "inspect",
-    "steer", "support", "transport", "audit", "report",
+    "steer", "support", "transport", "audit", "report", "diagnose",
 ]  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def test_bad_input_is_one_sentence_exit_code_2_and_no_output(work, tmp_path):
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_X.weight"
     save_file({**load_file(odd), name: torch.zeros(2)}, odd)
     before = sorted(tmp_path.iterdir())
-    fails("scramble", tmp_path / "quantised", "-o", out, match="quantised (awq)")
+    fails("scramble", tmp_path / "quantised", "-o", out, match="quantised (awq")
     fails("port", tmp_path / "odd", "--gauge", gauge, "-o", out, match=name)
     fails("gauge", work / "source", work / "twin", "-o", out, *text, "--device", "cuda:9",
           match="cannot be loaded on cuda:9")  # fmt: skip

@@ -355,3 +355,30 @@ def test_unrelated_models_are_not_merged_unless_asked_for(tmp_path, family):
     )
     merge(file, tmp_path / "out", QUIET)
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("own", "whole", "match"),
+    [
+        ({"weight": 1, "gague": "g"}, {}, "'gague'.*did you mean 'gauge'"),
+        ({"weight": 1}, {"objektive": "signed"}, "'objektive'.*did you mean 'objective'"),
+        ({"weight": 1, "accept_weak": True}, {}, "'accept_weak' for one model.*whole recipe"),
+        ({"weight": 1}, {"zzz": 1}, "'zzz'.*take it out"),
+    ],
+)
+def test_parameters_that_would_be_ignored_are_refused(tmp_path, family, own, whole, match):
+    models = {family / "base": {"weight": 1}, family / "tuned": own}
+    file = recipe(tmp_path / "r.yml", "signed_align", models, parameters=whole)
+    with pytest.raises(SignedAlignError, match=match):
+        merge(file, tmp_path / "out", QUIET)
+
+
+def test_a_gauge_that_a_recipe_reads_is_not_its_output(tmp_path, family):
+    (tmp_path / "g").mkdir()
+    shutil.copy(family / "gauge.safetensors", tmp_path / "g" / "gauge.safetensors")
+    own = {"weight": 1, "gauge": str(tmp_path / "g" / "gauge.safetensors")}
+    models = {family / "tuned": {"weight": 1}, family / "twin": own}
+    file = recipe(tmp_path / "r.yml", "signed_align", models)
+    with pytest.raises(SignedAlignError, match="overlaps the input"):
+        merge(file, tmp_path / "g", QUIET, force=True)
+    assert (tmp_path / "g" / "gauge.safetensors").is_file()
