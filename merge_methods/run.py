@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,20 +20,22 @@ from signed_align.errors import ArtifactError, SignedAlignError, one_line
 from signed_align.files import atomic_path
 from signed_align.matching import Objective
 from signed_align.merge_methods.align import GAUGES, NO_ALIGNMENT, AlignedMergeMethod
-from signed_align.merge_methods.recipe import gauge_files, require_known_parameters
+from signed_align.merge_methods.recipe import (
+    gauge_files,
+    parsed,
+    read_text,
+    reference_of,
+    require_known_parameters,
+    require_one_vocabulary,
+    with_absolute_paths,
+)
 from signed_align.model_card import add_section
 from signed_align.provenance import Record, end, gauge_summary, text_hash
-from signed_align.recovery import vocabulary
 from signed_align.sources import Sources
 from signed_align.verification import verified, verify_merge
 
 BASELINES = (Objective.SIGNED.value, Objective.PERMUTATION.value, NO_ALIGNMENT)
 """Objectives that are known to be wrong, so that what they make is run only if asked for."""
-
-MOST_ENTRIES = 100_000
-"""A recipe has no more, with its anchors written out."""
-
-MODEL_KEYS = {"model", "base_model", "path", "lora", "reference", "source", "tokenizer_source"}
 
 
 def merge(
@@ -83,10 +84,10 @@ def merge(
 
     options = options or MergeOptions()
     GAUGES.forget()
-    source = _read(recipe)
-    content = _parsed(source, recipe)
+    source = read_text(recipe)
+    content = parsed(source, recipe)
     try:
-        config = MergeConfiguration.model_validate(_with_absolute_paths(content))
+        config = MergeConfiguration.model_validate(with_absolute_paths(content))
         method = merge_methods.get(config.merge_method)
     except (ValidationError, RuntimeError, ValueError, yaml.YAMLError, TypeError) as error:
         raise ArtifactError(f"the recipe {recipe} is not valid: {one_line(error)}") from error
@@ -96,9 +97,9 @@ def merge(
     reference = None
     if isinstance(method, AlignedMergeMethod):
         config.parameters = dict(config.parameters or {})
-        reference = str(config.parameters.setdefault("reference", _reference(config)))
+        reference = str(config.parameters.setdefault("reference", reference_of(config)))
         require_known_parameters(content)
-        _require_one_vocabulary(config)
+        require_one_vocabulary(config)
     local = [Path(model.model.path) for model in config.referenced_models()]
     read = [file for path in local if path.is_dir() for file in path.iterdir() if file.is_file()]
     sources = Sources.of(read)
@@ -181,22 +182,6 @@ def _record(
     add_section(merged, record)
 
 
-def _reference(config: MergeConfiguration) -> str:
-    """The base model, or the first model of the recipe where there is no base."""
-    if config.base_model:
-        return str(config.base_model)
-    if config.models:
-        return str(config.models[0].model)
-    slices = config.slices or []
-    for module in (config.modules or {}).values():
-        if module.models:
-            return str(module.models[0].model)
-        slices = slices or module.slices or []
-    if not slices or not slices[0].sources:
-        raise ArtifactError("the recipe has a slice without a source.")
-    return str(slices[0].base_model or slices[0].sources[0].model)
-
-
 def _require_complete(merged: Checkpoint, model: ModelReference, whole_models: bool) -> None:
     """Raise if mergekit left out weights: it writes only those its architecture file lists.
 
@@ -216,75 +201,9 @@ def _require_complete(merged: Checkpoint, model: ModelReference, whole_models: b
         )
 
 
-def _with_absolute_paths(content: Any) -> Any:
-    """The recipe with local models under absolute paths.
-
-    mergekit takes a relative path with one slash in it for a Hub id and asks the Hub about it.
-    """
-    if isinstance(content, list):
-        return [_with_absolute_paths(entry) for entry in content]
-    if not isinstance(content, dict):
-        return content
-    return {
-        key: "+".join(
-            str(Path(part).resolve()) if os.path.isdir(part) else part for part in value.split("+")
-        )
-        if key in MODEL_KEYS and isinstance(value, str) and value not in ("base", "union")
-        else _with_absolute_paths(value)
-        for key, value in content.items()
-    }
-
-
-def _require_one_vocabulary(config: MergeConfiguration) -> None:
-    """Raise if mergekit would fill in embedding rows of one model from another's coordinates."""
-    if config.tokenizer is None and config.tokenizer_source is None:
-        return
-    vocabularies = [vocabulary(GAUGES.checkpoint(model)) for model in config.referenced_models()]
-    plain = config.tokenizer is None or not config.tokenizer.tokens
-    if not plain or any(entry != vocabularies[0] for entry in vocabularies):
-        raise ArtifactError(
-            "the recipe has mergekit change the vocabulary before the models are aligned, which "
-            "would mix their coordinates: give the models one vocabulary first, or leave the "
-            "tokenizer options out."
-        )
-
-
 def _has_tokenizer(model: ModelReference) -> bool:
     """Whether a local model has one for mergekit to copy; a model on the Hub is taken to."""
     path = Path(model.model.path)
     return not path.is_dir() or any(
         any(path.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "*.model", "merges.txt")
     )
-
-
-def _parsed(text: str, recipe: str | Path) -> Any:
-    """What a recipe says; raises ArtifactError if it is no YAML, or unfolds without end."""
-    try:
-        content = yaml.safe_load(text)
-        entries = _unfolded(content, {})
-    except Exception as error:  # a value that is not what its tag says fails in many ways
-        raise ArtifactError(f"the recipe {recipe} is not valid: {one_line(error)}.") from error
-    if entries > MOST_ENTRIES:
-        raise ArtifactError(
-            f"the recipe {recipe} repeats itself to more than {MOST_ENTRIES} entries; write out "
-            "what its anchors stand for."
-        )
-    return content
-
-
-def _unfolded(content: Any, known: dict[int, int]) -> int:
-    """How many entries there are if each anchor is written out wherever it is used."""
-    if not isinstance(content, (dict, list)):
-        return 1
-    if id(content) not in known:
-        known[id(content)] = MOST_ENTRIES + 1  # of what holds itself, should it come again
-        inside = content.values() if isinstance(content, dict) else content
-        known[id(content)] = 1 + sum(_unfolded(item, known) for item in inside)
-    return known[id(content)]
-
-
-def _read(recipe: str | Path) -> str:
-    try:
-        return Path(recipe).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"the recipe {recipe} cannot be read: {error}.") from error
