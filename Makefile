@@ -7,7 +7,7 @@ OUT    ?= demo-out
 
 bin   := $(VENV)/bin
 stamp := $(VENV)/.installed
-experiments := recovery controls trajectories steering resume barriers audit pairs
+experiments := recovery controls trajectories steering resume barriers audit pairs diagnose
 
 .PHONY: demo test test-slow lint benchmarks benchmarks-quick clean \
     docs/support.md docs/peft.md docs/results.md

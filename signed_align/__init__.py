@@ -19,7 +19,7 @@ _PUBLIC = {
     "SignedPermutation": "signed_align.signed_permutation",
     "apply": "signed_align.moving",
     "audit_claim": "signed_align.audit",
-    "diagnose": "signed_align.diagnose",
+    "diagnose": "signed_align.diagnosis",
     "merge": "signed_align.merge_methods",
     "port": "signed_align.adapters",
     "recover": "signed_align.recovery",

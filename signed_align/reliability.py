@@ -120,6 +120,11 @@ class Verdict:
         return f"no reliable gauge: only {found}"
 
 
+def sure_margin(samples: int) -> float:
+    """The margin above which a partner is sure, in a correlation of so many samples."""
+    return max(WEAK_MARGIN, NOISE_FACTOR / math.sqrt(max(samples, 1)))
+
+
 def judge(found: Match, samples: int) -> Verdict:
     """Say what a sign-marginalised match is worth.
 
@@ -131,7 +136,7 @@ def judge(found: Match, samples: int) -> Verdict:
         How many independent samples the correlation rests on: tokens of text, or rows of token
         matrices.
     """
-    needed = max(WEAK_MARGIN, NOISE_FACTOR / math.sqrt(max(samples, 1)))
+    needed = sure_margin(samples)
     sure = found.margin >= needed
     return _verdict(_share(sure), needed, sure, found.element)
 

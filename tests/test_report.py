@@ -92,6 +92,7 @@ KIND_OF = {
     "barrier.json": "barrier",
     "bench.json": "benchmark",
     "demo.json": "demo",
+    "diagnose.json": "diagnose",
     "error.json": "error",
     "evaluate.json": "evaluate",
     "g.safetensors": "gauge file",
@@ -163,6 +164,7 @@ def results(tmp_path_factory):
     keep("inspect-model", "inspect", source)
     keep("inspect-gauge", "inspect", truth)
     keep("inspect-adapter", "inspect", root / "adapter")
+    keep("diagnose", "diagnose", source, twin)
     keep("support", "support", "llama")
     keep("peft", "support", "--peft", "lora", "vera")
     keep("error", "inspect", root / "none", code=2)

@@ -1,13 +1,28 @@
-"""Commands that show: what a thing is, what moves, results on a page, the demonstration."""
+"""Commands that show: what things are and what relates them, what moves, results, the demo."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import click
 
-from signed_align.cli.framework import SEED, Report, command, existing_output
-from signed_align.errors import SignedAlignError
+from signed_align.cli.framework import (
+    POSITIVE,
+    SEED,
+    Report,
+    command,
+    device_option,
+    directories,
+    draw,
+    existing_output,
+    given,
+    plot_option,
+    plotted,
+    require_plot,
+    text_option,
+)
+from signed_align.errors import SignedAlignError, SignedAlignWarning
 
 
 @command("inspect")
@@ -17,6 +32,63 @@ def inspect_command(thing: str) -> Report:
     from signed_align.inspection import inspect
 
     return Report(*inspect(thing))
+
+
+@command("diagnose")
+@click.argument("a")
+@click.argument("b")
+@text_option
+@click.option(
+    "--tokens", type=POSITIVE, help="Calibration tokens at most; by default 8 a coordinate."
+)
+@click.option("--seed", default=0, type=SEED, show_default=True, help="Chooses the text.")
+@plot_option
+@device_option
+@existing_output
+def diagnose_command(
+    a: str,
+    b: str,
+    text: Path | None,
+    tokens: int | None,
+    seed: int,
+    plot: Path | None,
+    device: str,
+    force: bool,
+) -> Report:
+    """Say what relates the checkpoints A and B, how sure that is, and what to run next.
+
+    Configs are compared first, then weights, then activations, and no more than is needed. The
+    exit code is 0 whatever the verdict. The plot shows the margins of the gauge, if there is one.
+    """
+    from signed_align.diagnosis import MEANING, diagnose
+    from signed_align.report.figures import draw_margins
+
+    require_plot(plot, force, [*directories(a, b), *given(text)])
+    found = diagnose(a, b, text=text, max_tokens=tokens, device=device, seed=seed)
+    gauge = found.gauge
+    if gauge is not None:
+        draw(plot, force, lambda file: draw_margins(gauge, file, f"{a} to {b}"))
+    elif plot is not None:
+        warnings.warn(
+            f"there is no gauge, so {plot} is not drawn.", SignedAlignWarning, stacklevel=2
+        )
+    lines = [
+        f"{found.verdict.value}: {MEANING[found.verdict]}",
+        f"  confidence {found.confidence:.3f}, settled by {found.stage}",
+    ]
+    if found.coordinates not in (found.verdict, None):
+        lines.append(f"  the tokens that both have show: {found.coordinates.value}")
+    lines += [f"  {entry['stage']:12} {entry['found']}" for entry in found.evidence]
+    for kind, entry in found.spaces.items():
+        lines.append(
+            f"  {kind:12} {entry['relation']}: {entry['coordinates']:,} coordinates, "
+            f"{entry['sure']:.1%} sure; of these {entry['moved']:.1%} move, "
+            f"{entry['negative']:.1%} with another sign"
+        )
+    lines.append(found.advice)
+    if found.next is not None:
+        lines.append(f"Next: {found.next}")
+    return Report(found.to_dict(), lines + (plotted(plot) if gauge is not None else []))
 
 
 @command("support")

@@ -205,6 +205,16 @@ COMMANDS = (
     ),
     Kind("inspect", "An artifact", "kind warnings"),
     Kind(
+        "diagnose",
+        "What relates two models",
+        "verdict coordinates confidence stage spaces evidence",
+        facts="verdict coordinates confidence stage source target next advice",
+        grids=(
+            Grid("Spaces by kind", "spaces"),
+            Grid("Evidence", "evidence", "stage found"),
+        ),
+    ),
+    Kind(
         "support",
         "Model types, proved or refused",
         "models warnings",
