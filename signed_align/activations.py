@@ -33,6 +33,9 @@ MAX_CHARACTERS = 2**15
 """Of a longer sentence only the beginning is tokenised, of which a few tokens are used."""
 
 BATCH_TOKENS = 1024
+RANDOM_SEQUENCES = 4
+"""Tokens that are drawn at random make as many texts."""
+
 MASSIVE_RATIO = 10.0
 """Samples whose norm exceeds this multiple of the median norm are left out."""
 
@@ -218,6 +221,32 @@ def batches(
         del chosen[-count:]
     random.Random(seed).shuffle(packed)
     return packed
+
+
+def some_tokens(
+    checkpoint: Checkpoint,
+    sentences: Sequence[str] | None,
+    rows: Tensor,
+    *,
+    max_tokens: int,
+    seed: int = 0,
+) -> tuple[list[Batch], bool]:
+    """Batches of text or, without text or a tokenizer, of tokens drawn at random from ``rows``.
+
+    Returns them, and whether they were drawn.
+    """
+    if sentences is not None:
+        try:
+            tokenizer = load_tokenizer(checkpoint)
+        except CheckpointError:
+            tokenizer = None
+        if tokenizer is not None:
+            return batches(tokenizer, sentences, max_tokens=max_tokens, seed=seed), False
+    length = max_tokens // RANDOM_SEQUENCES
+    shape = (RANDOM_SEQUENCES, min(length, positions_of(checkpoint) or length))
+    generator = torch.Generator().manual_seed(seed)
+    drawn = rows[torch.randint(len(rows), shape, generator=generator)]
+    return [padded(drawn.tolist())], True
 
 
 def padded(sequences: Sequence[Sequence[int]]) -> Batch:

@@ -195,6 +195,12 @@ class Checkpoint:
             raise CheckpointError(f"{self.name} has no weight {source!r}, which {name!r} needs.")
         return self.tensor(source)
 
+    def moved(self, gauge: Gauge, name: str) -> Tensor:
+        """One tensor as it is after the whole checkpoint is moved through ``gauge``."""
+        other = self.instead(gauge, name)
+        tensor = self.tensor(name) if other is None else other
+        return transport(tensor, self.chart.axes(name, tuple(tensor.shape)), gauge)
+
     def require_movable(self, gauge: Gauge) -> None:
         """Raise unless every tensor of the checkpoint is understood and ``gauge`` fits it."""
         self.chart.require_native(gauge)
@@ -491,16 +497,16 @@ def _weight_files(path: Path) -> dict[str, Path]:
         weight_map, shards = None, {SINGLE_NAME}
     elif (path / INDEX_NAME).is_file():
         try:
-            weight_map = json.loads((path / INDEX_NAME).read_text())["weight_map"]
+            weight_map = json.loads((path / INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
             shards = {str(shard) for shard in weight_map.values()}
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path / INDEX_NAME} is not a valid index: {error!r}."
             ) from error
         for shard in sorted(shards):
             if Path(shard).name != shard:
                 raise CheckpointError(f"{path / INDEX_NAME} points outside its folder: {shard!r}.")
-            if not (path / shard).is_file():
+            if not os.path.isfile(path / shard):
                 raise CheckpointError(f"the shard {shard} that {INDEX_NAME} names is missing.")
     else:
         pickles = sorted(file.name for file in path.glob("*.bin") if file.name not in NOT_WEIGHTS)

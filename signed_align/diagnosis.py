@@ -29,7 +29,7 @@ from signed_align.differences import (
 )
 from signed_align.errors import SignedAlignError, one_line
 from signed_align.gauge import Gauge
-from signed_align.labels import kind_of, transport
+from signed_align.labels import kind_of
 from signed_align.likeness import Agreement, TokenRows, compare_functions, embedding_rows
 from signed_align.matching import Objective
 from signed_align.progress import track
@@ -613,13 +613,13 @@ def _untouched(pair: _Pair) -> dict[str, dict[str, Any]]:
 
 def _moved_weights(pair: _Pair, gauge: Gauge) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Every weight of the source as it is, moved through the gauge, and its partner."""
-    chart = pair.source.chart
     for name, partner in pair.partners.items():
-        x, y = pair.source.tensor(name), pair.target.tensor(partner)
-        origin = chart.origin(name, gauge)
-        before = x if origin == name else pair.source.tensor(origin)
-        if x.shape == y.shape:
-            yield x, transport(before, chart.axes(name, tuple(x.shape)), gauge), y
+        if pair.source.shape(name) == pair.target.shape(partner):
+            yield (
+                pair.source.tensor(name),
+                pair.source.moved(gauge, name),
+                pair.target.tensor(partner),
+            )
 
 
 def _is_twin(pair: _Pair, gauge: Gauge) -> bool:

@@ -12,16 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signed_align.activations import (
-    Batch,
-    batches,
-    load_model,
-    load_tokenizer,
-    padded,
-    positions_of,
-    sentences_of,
-    typical,
-)
+from signed_align.activations import Batch, load_model, sentences_of, some_tokens, typical
 from signed_align.chart import RESIDUAL
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import CheckpointError
@@ -37,7 +28,6 @@ Of these a quarter is held out.
 """
 
 FUNCTION_TOKENS = 256
-RANDOM_SEQUENCES = 4
 
 
 # ---- up to a rotation ----------------------------------------------------------------------------
@@ -256,16 +246,12 @@ def _tokens(
     source: Checkpoint, text: str | Path | Sequence[str] | None, rows: Tensor, seed: int
 ) -> tuple[str, list[Batch]]:
     """What is run, in words, and as the source's tokens."""
-    try:
-        tokenizer = load_tokenizer(source)
-    except CheckpointError:
-        generator = torch.Generator().manual_seed(seed)
-        length = FUNCTION_TOKENS // RANDOM_SEQUENCES
-        shape = (RANDOM_SEQUENCES, min(length, positions_of(source) or length))
-        drawn = rows[torch.randint(len(rows), shape, generator=generator)]
-        return "random tokens", [padded(drawn.tolist())]
-    said = "the language reference of Python" if text is None else "the given text"
-    return said, batches(tokenizer, sentences_of(text), max_tokens=FUNCTION_TOKENS, seed=seed)
+    todo, drawn = some_tokens(
+        source, sentences_of(text), rows, max_tokens=FUNCTION_TOKENS, seed=seed
+    )
+    if drawn:
+        return "random tokens", todo
+    return "the language reference of Python" if text is None else "the given text", todo
 
 
 def _translation(shared: tuple[Tensor, Tensor], size: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from signed_align.activations import Batch, batches, load_model, load_tokenizer, padded
+from signed_align.activations import Batch, load_model, some_tokens
 from signed_align.chart import RESIDUAL
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import CheckpointError, SignedAlignError, VerificationError, one_line
@@ -88,16 +88,9 @@ def verified(
 
 def sample(checkpoint: Checkpoint, sentences: Sequence[str] | None = None) -> list[Batch]:
     """Some tokens to run models on: of the text, or random ones if there is no tokenizer."""
-    if sentences is not None:
-        try:
-            return batches(load_tokenizer(checkpoint), sentences, max_tokens=TOKENS, seed=1)
-        except CheckpointError:
-            pass  # no tokenizer
     matrices = checkpoint.chart.token_matrices(checkpoint.files)
-    rows = min(checkpoint.shape(name)[0] for name in matrices)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(rows, (8, TOKENS // 8), generator=generator)
-    return [padded(ids.tolist())]
+    rows = torch.arange(min(checkpoint.shape(name)[0] for name in matrices))
+    return some_tokens(checkpoint, sentences, rows, max_tokens=TOKENS, seed=1)[0]
 
 
 @dataclass(frozen=True)
@@ -336,8 +329,7 @@ def _cosines(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, 
         kinds = {kind_of(space) for space in spaces} - {RESIDUAL.space}
         if not kinds or not spaces <= gauge.elements.keys() or len(shape) < 2:
             continue
-        other = source.instead(gauge, name)
-        moved = transport(source.tensor(name) if other is None else other, axes, gauge).double()
+        moved = source.moved(gauge, name).double()
         wanted = target.tensor(name).double()
         for kind in kinds:
             sums = products.setdefault(kind, [0.0, 0.0, 0.0])
