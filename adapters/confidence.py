@@ -19,6 +19,9 @@ from signed_align.signed_permutation import SignedPermutation
 MOST_WEAK_ENERGY = 0.25
 """An artifact is not moved if more than this share of its energy is on weak coordinates."""
 
+BLOCK_ENTRIES = 2**22
+"""Energy is summed over blocks of rows of about so many entries."""
+
 
 @dataclass(frozen=True)
 class Confidence:
@@ -109,11 +112,21 @@ def _weak_share(tensor: Tensor, axes: Axes, marks: Mapping[str, Gauge]) -> float
     known = [(label, space) for label in labels for space in label.spaces if space in marks]
     if not known:
         return None
-    weak = torch.zeros(tensor.shape, dtype=torch.bool)
+    masks = []
     for label, space in known:
         alone = tuple(other.signed_everywhere if other == label else None for other in axes)
-        weak |= transport(torch.ones(tensor.shape), alone, marks[space]) < 0
-    energy = tensor.detach().cpu().to(torch.float64).square()
-    energy = torch.where(torch.isfinite(energy), energy, torch.zeros_like(energy))
-    total = float(energy.sum())
-    return float(energy[weak].sum()) / total if total > 0 else None
+        here = [
+            size if other == label else 1 for size, other in zip(tensor.shape, axes, strict=True)
+        ]
+        masks.append(transport(torch.ones(here), alone, marks[space]) < 0)
+    step = max(1, BLOCK_ENTRIES // max(1, tensor[:1].numel()))
+    total, weak = 0.0, 0.0
+    for start in range(0, len(tensor), step):
+        rows = slice(start, start + step)
+        energy = tensor[rows].detach().cpu().double().square().nan_to_num(0.0, 0.0, 0.0)
+        marked = torch.zeros_like(energy, dtype=torch.bool)
+        for mask in masks:
+            marked |= mask if len(mask) == 1 else mask[rows]
+        total += float(energy.sum(dtype=torch.float64))
+        weak += float((energy * marked).sum(dtype=torch.float64))
+    return weak / total if total > 0 else None

@@ -120,7 +120,7 @@ def merge(
             )
         found = {"skipped": "the recipe does not align, or does not write safetensors"}
         if reference and options.safe_serialization:
-            models = _inputs(config)
+            models = _inputs(config, reference)
             baseline = config.parameters.get("objective") in BASELINES
             found = _verify(
                 temporary, models, whole_models, False if baseline and not verify else verify, text
@@ -136,9 +136,11 @@ def merge(
     }
 
 
-def _inputs(config: MergeConfiguration) -> list[Checkpoint]:
-    """The models of a recipe, each once, that are plain checkpoints."""
-    return [GAUGES.checkpoint(model) for model in dict.fromkeys(config.referenced_models())]
+def _inputs(config: MergeConfiguration, reference: str) -> list[Checkpoint]:
+    """The models of a recipe, each once, the reference first and the others by name."""
+    models = {str(model): model for model in config.referenced_models()}
+    names = sorted(models, key=lambda name: (name != reference, name))
+    return [GAUGES.checkpoint(models[name]) for name in names]
 
 
 def _verify(
