@@ -9,7 +9,7 @@ bin   := $(VENV)/bin
 stamp := $(VENV)/.installed
 experiments := recovery controls trajectories steering resume barriers audit pairs diagnose
 
-.PHONY: demo test test-slow lint benchmarks benchmarks-quick clean \
+.PHONY: demo test test-slow fuzz lint benchmarks benchmarks-quick clean \
     docs/support.md docs/peft.md docs/results.md
 
 demo: $(stamp)
@@ -18,6 +18,10 @@ demo: $(stamp)
 # Lint, types, and the quick tests.
 test: lint
 	$(bin)/python -m pytest -m "not slow"
+
+# Broken and hostile files through every reader; about half an hour. One target: --target in ARGS.
+fuzz: $(stamp)
+	OMP_NUM_THREADS=1 $(bin)/python -W ignore -m tests.fuzz --inputs 100000 $(ARGS)
 
 # What needs a real language model.
 test-slow: $(stamp)

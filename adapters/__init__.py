@@ -15,7 +15,7 @@ from signed_align.activations import sentences_of
 from signed_align.adapters.artifact import Artifact, Family, Journey, Part, leftovers, move
 from signed_align.adapters.confidence import confidence_of
 from signed_align.adapters.effects import (
-    Effect,
+    Measure,
     adapter_effect,
     dictionary_effect,
     vector_effect,
@@ -32,12 +32,12 @@ from signed_align.adapters.training import TrainingFamily
 from signed_align.checkpoint import NOT_WEIGHTS, is_weight_file
 from signed_align.errors import ArtifactError
 from signed_align.files import atomic_path
+from signed_align.fit import check_gauge
 from signed_align.gauge import Gauge
 from signed_align.model_card import add_section
 from signed_align.provenance import Record, end, gauge_summary, is_record
 from signed_align.reliability import warn_of_verdict
 from signed_align.sources import Sources
-from signed_align.verification import check_gauge
 
 __all__ = [
     "FAMILIES",
@@ -62,7 +62,7 @@ FAMILIES: tuple[Family, ...] = (
 """In the order in which they are asked: what says what it is comes before what does not."""
 
 
-EFFECTS: Mapping[type[Family], Effect] = {
+EFFECTS: Mapping[type[Family], Measure] = {
     PeftFamily: adapter_effect,
     SaeFamily: dictionary_effect,
     SteeringFamily: vector_effect,
@@ -220,6 +220,7 @@ confidence`), ``left_out`` (weight files that do not belong to the artifact), ``
     journey = Journey.along(gauge, hook=hook, allow_pickle=allow_pickle, made_on=made_on)
     if (path / "config.json").is_file() and recognise(path) is None:
         raise _not_recognised(path)
+    sentences = sentences_of(text) if verify or text is not None else []
     findings = read_all(path, journey)
     found = findings.artifacts
     if not found:
@@ -243,17 +244,16 @@ confidence`), ``left_out`` (weight files that do not belong to the artifact), ``
             left_out = leftovers(path, found, findings.left_out, temporary)
         if verify:
             moved = [(one, place, _effect_of(one.path)) for one, place in places.items()]
-            verification = verify_artifacts(moved, gauge, sentences_of(text), hook)
+            verification = verify_artifacts(moved, gauge, sentences, hook)
         summary = {
             **(reports[0] if len(reports) == 1 else _summary(reports)),
             "verification": verification,
         }
-        record = _record(path, gauge, summary, any_source=any_source)
-        for one, place in places.items():
+        for (one, place), report in zip(places.items(), reports, strict=True):
+            record = _record(one, gauge, {**report, "verification": verification}, any_source)
             if place.is_dir() and one.made_on and journey.target:
                 add_section(place, record, base=(one.made_on, journey.target))
-        written = [temporary / file.relative_to(path) for one in found for file in one.files]
-        record.save(temporary, written)
+            record.save(place, [temporary / file.relative_to(path) for file in one.files])
         sources.require_unchanged()
     reasons = [
         f"{file.relative_to(path)} is left out: {reason}"
@@ -268,10 +268,12 @@ confidence`), ``left_out`` (weight files that do not belong to the artifact), ``
     }
 
 
-def _record(path: Path, gauge: Gauge, report: dict[str, Any], *, any_source: bool) -> Record:
-    """The record of what lies at ``path`` after its move."""
+def _record(
+    artifact: Artifact, gauge: Gauge, report: Mapping[str, Any], any_source: bool
+) -> Record:
+    """The record of an artifact after its move."""
     said = ("kind", "made_on", "source_verified", "weak_energy", "verification")
-    return Record.of(path).then(
+    return Record.of(artifact.path).then(
         action="port",
         source=end(gauge.source),
         target=end(gauge.target),
@@ -297,7 +299,7 @@ def _summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _effect_of(path: Path) -> Effect | None:
+def _effect_of(path: Path) -> Measure | None:
     """What measures the effect of the artifact at ``path``, if anything does."""
     return next(
         (effect for family, effect in EFFECTS.items() if isinstance(recognise(path), family)), None

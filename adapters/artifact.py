@@ -12,7 +12,7 @@ from torch import Tensor
 
 from signed_align.adapters.formats import Labelling, TensorFile
 from signed_align.adapters.json_files import json_like
-from signed_align.adapters.origin import is_proved_source
+from signed_align.adapters.origin import is_proved_source, warn_if_elsewhere
 from signed_align.chart import RESIDUAL, VOCABULARY, Chart, numbers_in
 from signed_align.checkpoint import carry_along
 from signed_align.errors import (
@@ -24,7 +24,7 @@ from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.hooks import Hook, block_count, find_hook, width_at
 from signed_align.labels import Axes, Label, axes_text, element_of, kind_of, moves
 from signed_align.progress import track
-from signed_align.provenance import Record
+from signed_align.provenance import Record, is_record
 from signed_align.signed_permutation import SignedPermutation
 from signed_align.skeleton import skeleton
 
@@ -141,7 +141,7 @@ class Journey:
     def require_layer(self, hook: str) -> None:
         """Raise ArtifactError if a hook is of a layer that the model does not have."""
         numbers = numbers_in(hook)
-        if numbers and self.layers is not None and int(numbers[0]) >= self.layers:
+        if numbers and self.layers is not None and not _is_below(numbers[0], self.layers):
             raise ArtifactError(
                 f"there is no {hook!r}: the model has {self.layers} layers, counted from 0."
             )
@@ -233,6 +233,13 @@ class Artifact:
     identity: ModelIdentity | None = None
     entries: Sequence[tuple[str, Label, Tensor]] = ()
 
+    def __post_init__(self) -> None:
+        if self.made_on is not None and not isinstance(self.made_on, str):
+            raise ArtifactError(
+                f"{self.path.name} ({self.kind}) names its model by {self.made_on!r}, not by a "
+                "name."
+            )
+
     @property
     def files(self) -> set[Path]:
         """The files that are written anew."""
@@ -287,7 +294,11 @@ def move(
     SignedAlignError if anything is not understood.
     """
     record = Record.of(artifact.path)
-    verified = False if any_source else is_proved_source(artifact, journey, record)
+    verified = False
+    if any_source:
+        warn_if_elsewhere(artifact, journey, record)
+    else:
+        verified = is_proved_source(artifact, journey, record)
     labels = artifact.explanation(journey.gauge)
     for part in track(artifact.parts, f"moving {artifact.path.name}", unit="file"):
         destination = (
@@ -303,7 +314,7 @@ def move(
     return {
         "kind": artifact.kind,
         "tensors": len(labels),
-        "made_on": artifact.made_on or journey.made_on,
+        "made_on": artifact.made_on or journey.made_on or (record.target or {}).get("name"),
         "source_verified": verified,
         "notes": [
             *artifact.notes,
@@ -320,6 +331,11 @@ def _changed_since(record: Record, path: Path) -> list[str]:
     return [f"changed since it was moved here: {', '.join(changed)}"] if changed else []
 
 
+def _is_below(number: str, count: int) -> bool:
+    """Whether digits, of which there may be too many for a number, are of one below ``count``."""
+    return len(number) <= len(str(count)) and int(number) < count
+
+
 def leftovers(
     path: Path, artifacts: Sequence[Artifact], left_out: Collection[Path], out: Path
 ) -> list[str]:
@@ -327,7 +343,11 @@ def leftovers(
     written = {file for artifact in artifacts for file in artifact.files}
     carried = {artifact.path / name for artifact in artifacts for name in artifact.carried}
     done = written | set(left_out)
-    others = [file for file in path.rglob("*") if file.is_file() and file not in done]
+    others = [
+        file
+        for file in path.rglob("*")
+        if file.is_file() and file not in done and not is_record(file)  # of where it was
+    ]
     named = [str(file.relative_to(path)) for file in left_out]
     return sorted([*named, *carry_along(others, path, out, harmless=carried)])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signed_align.activations import Batch
 from signed_align.adapters.artifact import Artifact
 from signed_align.adapters.sae import activations_for, load_sae, reconstruction_error
 from signed_align.adapters.steering import read_vectors, steered
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import ArtifactError, SignedAlignError, VerificationError, one_line
+from signed_align.fit import at_hand
 from signed_align.gauge import Gauge
-from signed_align.verification import agreement, at_hand, look, sample, verify_gauge
+from signed_align.verification import (
+    Side,
+    look,
+    paired_tokens,
+    sample,
+    verify_gauge,
+)
+
+LEAST_ARRIVAL = 0.1
+"""An effect of which less arrives has not arrived."""
 
 EFFECT_TOLERANCE = 0.01
 """Between models of the same function, an effect differs by no more than this share of its largest
@@ -29,16 +38,31 @@ value: the rest is rounding, of logits that are much larger than what the artifa
 class Task:
     """What an artifact is run with: a model, the tokens, and where the artifact is added."""
 
-    model: Checkpoint
-    todo: Sequence[Batch]
+    side: Side
     hook: str | None
 
+    @property
+    def model(self) -> Checkpoint:
+        """The model."""
+        return self.side.model
 
-Effect = Callable[[Path, Task], Tensor]
-"""From where an artifact lies, and a task, to what it does: a tensor that no gauge changes."""
+
+@dataclass(frozen=True)
+class Effect:
+    """What an artifact does: a tensor that no gauge changes, and what of it is rounding."""
+
+    value: Tensor
+    rounding: float
 
 
-def adapter_effect(place: Path, task: Task) -> Tensor:
+Measure = Callable[[Path, Task], Effect]
+"""From where an artifact lies, and a task, to what it does."""
+
+ROUNDING = 1e-5
+"""Of float32, in the logits of a model, as a share of the largest."""
+
+
+def adapter_effect(place: Path, task: Task) -> Effect:
     """What a PEFT adapter adds to the logits, of shape (tokens, vocabulary)."""
     from peft import PeftModel
 
@@ -52,7 +76,7 @@ def adapter_effect(place: Path, task: Task) -> Tensor:
     return _added_to_logits(task, adapted)
 
 
-def vector_effect(place: Path, task: Task) -> Tensor:
+def vector_effect(place: Path, task: Task) -> Effect:
     """What steering vectors add to the logits, of shape (tokens, vocabulary)."""
 
     @contextmanager
@@ -64,21 +88,27 @@ def vector_effect(place: Path, task: Task) -> Tensor:
     return _added_to_logits(task, with_vectors)
 
 
-def dictionary_effect(place: Path, task: Task) -> Tensor:
+def dictionary_effect(place: Path, task: Task) -> Effect:
     """The share of the activations' variance that an SAE explains, of shape (1,)."""
     dictionary = load_sae(place)
-    activations = activations_for(dictionary, task.model, task.todo)
-    error = reconstruction_error(dictionary, activations[0], activations[-1])
-    return torch.tensor([1 - error])
+    activations = activations_for(dictionary, task.model, task.side.todo)
+    try:
+        error = reconstruction_error(dictionary, activations[0], activations[-1])
+    except (RuntimeError, ValueError, TypeError) as problem:
+        raise ArtifactError(f"SAELens cannot run {place.name}: {one_line(problem)}") from problem
+    return Effect(torch.tensor([1 - error]), ROUNDING)
 
 
-def _added_to_logits(task: Task, change: Callable[[Any], Any]) -> Tensor:
-    with_it = look(task.model, task.todo, change=change).logits
-    return with_it - look(task.model, task.todo).logits
+def _added_to_logits(task: Task, change: Callable[[Any], Any]) -> Effect:
+    with_it, without = (
+        look(task.model, task.side.todo, change=one).logits[:, task.side.rows]
+        for one in (change, nullcontext)
+    )
+    return Effect(with_it - without, ROUNDING * float(without.abs().max()))
 
 
 def verify_artifacts(
-    artifacts: Sequence[tuple[Artifact, Path, Effect | None]],
+    artifacts: Sequence[tuple[Artifact, Path, Measure | None]],
     gauge: Gauge,
     sentences: Sequence[str],
     hook: str | None,
@@ -118,7 +148,7 @@ def verify_artifacts(
             "hand: run it where the model lies under that name, or leave --verify out."
         )
     found = verify_gauge(gauge, source, target, sentences)
-    todo = sample(source, sentences)
+    ours, theirs = paired_tokens(source, target, sample(source, sentences))
     effects = []
     for artifact, place, measure in artifacts:
         entry: dict[str, Any] = {"artifact": artifact.path.name, "kind": artifact.kind}
@@ -127,29 +157,40 @@ def verify_artifacts(
             entry["skipped"] = "its kind has no effect that can be run by itself"
             continue
         try:
-            before = measure(artifact.path, Task(source, todo, hook))
-            after = measure(place, Task(target, todo, hook))
-        except VerificationError:
-            raise
+            before = measure(artifact.path, Task(ours, hook))
+            after = measure(place, Task(theirs, hook))
         except SignedAlignError as error:
             entry["skipped"] = str(error)
             continue
+        if not (torch.isfinite(before.value).all() and torch.isfinite(after.value).all()):
+            entry["skipped"] = "its effect is not finite"
+            continue
         entry |= _arrival(before, after)
-        if found["claim"] == "equal" and entry["difference"] > EFFECT_TOLERANCE:
+        if entry["arrives"] is None:
+            continue
+        equal = found["claim"] == "equal"
+        if (equal and entry["difference"] > EFFECT_TOLERANCE) or entry["arrives"] < LEAST_ARRIVAL:
+            expected = "should do the same on both" if equal else "should do much the same on both"
             raise VerificationError(
-                f"{source.name} and {target.name} compute the same function, so that "
-                f"{artifact.path.name} should do the same on both, but its effect differs by "
-                f"{entry['difference']:.2g} of its largest ({entry['arrives']:.1%} of it arrives); "
-                "nothing was kept.",
+                f"{artifact.path.name} {expected}, {source.name} and {target.name}, but of its "
+                f"effect {entry['arrives']:.1%} arrives (largest difference "
+                f"{entry['difference']:.2g}): the gauge is wrong where it lives. Nothing was kept; "
+                "leave --verify out to keep it all the same.",
                 {**found, "effects": effects},
             )
     return {**found, "effects": effects}
 
 
-def _arrival(before: Tensor, after: Tensor) -> dict[str, float]:
-    """How much of an effect arrives: its projection on what it was, and the largest difference."""
-    power = float(before.double().square().sum())
-    if power == 0:
-        return {"arrives": 1.0 if not after.any() else 0.0, **agreement(before, after)}
-    share = float((before.double() * after.double()).sum()) / power
-    return {"arrives": share, **agreement(before, after)}
+def _arrival(before: Effect, after: Effect) -> dict[str, Any]:
+    """How much of an effect arrives: its projection on what it was, and the largest difference.
+
+    ``difference`` is a share of the largest value, what may be rounding taken off. Both are None if
+    the effect is no larger than rounding.
+    """
+    ours, theirs = before.value.double(), after.value.double()
+    largest = float(ours.abs().max())
+    if largest <= before.rounding:
+        return {"arrives": None, "difference": None}
+    gap = float((ours - theirs).abs().max()) - before.rounding - after.rounding
+    share = float((ours * theirs).sum() / ours.square().sum())
+    return {"arrives": share, "difference": max(gap, 0.0) / largest}

@@ -303,9 +303,12 @@ class GgufFile(LoadedFile):
         return self._view(self.reader, name, np.array)
 
     def field(self, name: str) -> Any:
-        """A metadata value, or None."""
+        """A metadata value, or None; raises ArtifactError if it is not readable."""
         found = self.reader.get_field(name)
-        return None if found is None else found.contents()
+        try:
+            return None if found is None else found.contents()
+        except Exception as error:  # a damaged value fails in many ways
+            raise ArtifactError(f"{name} of {self.path} is not readable: {error!r}.") from error
 
     def write(self, destination: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write a copy that holds these tensors."""
@@ -356,6 +359,14 @@ def _walk(value: Any, path: tuple[Any, ...], found: dict[str, Tensor], file: Pat
         name = SEPARATOR.join(map(str, path)) or "tensor"
         if name in found:
             raise ArtifactError(f"{file} holds two tensors that would both be called {name!r}.")
+        if value.is_meta:
+            raise ArtifactError(f"the tensor {name!r} of {file} was saved without its values.")
+        lazy = value.layout == torch.strided and (value.is_neg() or value.is_conj())
+        if lazy:
+            raise ArtifactError(
+                f"the tensor {name!r} of {file} is a view that negates or conjugates another; save "
+                "tensor.resolve_neg().resolve_conj()."
+            )
         if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             raise ArtifactError(
                 f"the tensor {name!r} of {file} is of the kind {type(value).__name__} "

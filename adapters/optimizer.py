@@ -196,7 +196,8 @@ class State:
                 f"the state in {path} is keyed by parameter names, as FSDP writes it; save it as "
                 "optimizer.state_dict() gives it."
             )
-        if flat != list(range(len(flat))) or not set(state) <= set(flat):
+        plain = all(type(number) is int for number in [*flat, *state])
+        if not plain or flat != list(range(len(flat))) or not set(state) <= set(flat):
             raise ArtifactError(
                 f"the parameters in {path} are not numbered in the order of its groups, as "
                 "torch.optim numbers them."
@@ -516,7 +517,7 @@ def _require_plain_moment(value: Tensor, entry: Entry, where: str) -> None:
             f"{where} is quantised ({value.dtype}) in blocks of the flattened tensor, which a "
             "permutation crosses; train with an optimizer that keeps it in floating point."
         )
-    if entry.squared and bool((value < 0).any()):
+    if entry.squared and bool((value.float() < 0).any()):
         raise ArtifactError(
             f"{where} holds negative numbers, so it is not the sum of squares that this name "
             "stands for elsewhere."

@@ -42,6 +42,7 @@ from signed_align.labels import (
     transport_entries,
     transport_flat_entries,
 )
+from signed_align.model_card import without_metadata, without_section
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -118,7 +119,7 @@ def _outdated_card(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
     if not base or not card.is_file():
         return
     text = card.read_text(encoding="utf-8", errors="replace")
-    if str(base) in re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL):
+    if str(base) in without_metadata(without_section(text)):
         yield f"the text of README.md still names {base} as the base model"
 
 
@@ -343,7 +344,7 @@ class Labeller:
             return path
 
         def number(match: re.Match[str]) -> str:
-            copy = int(match[2])
+            copy = int(match[2]) if len(match[2]) < 10 else len(self._layers)
             if copy >= len(self._layers):
                 raise ArtifactError(
                     f"the adapter is on {path!r}, and its layer_replication makes "

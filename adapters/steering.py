@@ -180,7 +180,8 @@ def _is_even(file: TensorFile, name: str, flips: int) -> bool:
             f"is called {doubtful!r} follows them; name it for what it is (direction, std, mask, "
             "…), or take it out."
         )
-    if flips and bool(((values == 0) | (values == 1)).all()):
+    ones = values == 1
+    if flips and bool(ones.any()) and bool(((values == 0) | ones).all()):
         raise ArtifactError(
             f"{name!r} of {file.path} holds nothing but 0 and 1, as a mask does, whose signs stay; "
             "store a mask as booleans."

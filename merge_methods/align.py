@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from mergekit.merge_methods.base import (
 
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import ArtifactError, GaugeError
+from signed_align.fit import require_fit
 from signed_align.gauge import Gauge
 from signed_align.labels import transport
 from signed_align.matching import Objective
@@ -78,6 +80,8 @@ class GaugeBook:
     """Gauges between models, each computed or loaded once per process, whatever thread asks."""
 
     def __init__(self) -> None:
+        self.check = True
+        """Whether gauge files have to fit the weights of their models."""
         self._lock = threading.Lock()
         self._checkpoints: dict[tuple[Any, ...], Checkpoint] = {}
         self._gauges: dict[tuple[Any, ...], Gauge] = {}
@@ -119,6 +123,8 @@ class GaugeBook:
                     )
                 else:
                     found = _oriented(Gauge.load(file), source, target)
+                    if self.check:
+                        require_fit(found, source, target)
                 source.chart.require_native(found)
                 warn_of_verdict(found)
                 self._gauges[key] = found
@@ -148,7 +154,7 @@ class GaugeBook:
 
 def _stamp(file: Path) -> tuple[int, int] | None:
     """Changes when a file does, so that nothing stale is used."""
-    if not file.is_file():
+    if not os.path.isfile(file):
         return None
     status = file.stat()
     return status.st_mtime_ns, status.st_size

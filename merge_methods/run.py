@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ def merge(
     out: str | Path,
     options: MergeOptions | None = None,
     *,
-    verify: bool | None = False,
+    verify: bool | None = None,
     text: str | Path | Sequence[str] | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def merge(
     verify : bool, optional
         Run the merged model and its inputs on a few tokens: its loss must be finite and, where all
         inputs compute the same function, its logits must be theirs. None does so where they are
-        small, or skips it with the reason.
+        small, or skips it with the reason. False does neither, and takes gauge files as they are.
     text : path or sequence of str, optional
         What they are run on; prose that ships with Python by default.
     force : bool
@@ -84,6 +85,7 @@ def merge(
 
     options = options or MergeOptions()
     GAUGES.forget()
+    GAUGES.check = verify is not False
     source = read_text(recipe)
     content = parsed(source, recipe)
     try:
@@ -100,13 +102,14 @@ def merge(
         reference = str(config.parameters.setdefault("reference", reference_of(config)))
         require_known_parameters(content)
         require_one_vocabulary(config)
-    local = [Path(model.model.path) for model in config.referenced_models()]
-    read = [file for path in local if path.is_dir() for file in path.iterdir() if file.is_file()]
+    named = [Path(model.model.path) for model in config.referenced_models()]
+    local = [path for path in named if os.path.isdir(path)]  # a name may be too long for a path
+    read = [file for path in local for file in path.iterdir() if file.is_file()]
     sources = Sources.of(read)
     if reference:
-        for path in filter(Path.is_dir, local):
+        for path in local:
             Checkpoint.open(path)  # what is wrong with a model is said before mergekit sees it
-    inputs = [*(path for path in local if path.is_dir()), *gauge_files(content)]
+    inputs = [*local, *gauge_files(content)]
     with atomic_path(Path(out), directory=True, force=force, inputs=inputs) as temporary:
         try:
             run_merge(config, str(temporary), options, config_source=source)
@@ -206,6 +209,6 @@ def _require_complete(merged: Checkpoint, model: ModelReference, whole_models: b
 def _has_tokenizer(model: ModelReference) -> bool:
     """Whether a local model has one for mergekit to copy; a model on the Hub is taken to."""
     path = Path(model.model.path)
-    return not path.is_dir() or any(
+    return not os.path.isdir(path) or any(
         any(path.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "*.model", "merges.txt")
     )

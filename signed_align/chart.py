@@ -736,4 +736,4 @@ def _plain(fused: Fused) -> Label:
 
 
 def _as_regex(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
+    return re.compile(re.escape(pattern).replace(r"\*", r"([0-9]{1,9})"))

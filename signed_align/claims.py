@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -29,6 +30,9 @@ PENALTY = 1e-2
 """Of a probe's squared weights, relative to the mean variance of a coordinate."""
 
 NEWTON_STEPS = 50
+
+MOST_WEIGHT = 1e300
+"""No weight of a probe is larger; an integer that is cannot be a number of torch."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +317,7 @@ def _weights(name: str, value: Any, folder: Path) -> tuple[float, ...]:
     if (
         not isinstance(value, list)
         or not value
-        or not all(type(weight) in (int, float) and math.isfinite(weight) for weight in value)
+        or not all(type(weight) in (int, float) and abs(weight) <= MOST_WEIGHT for weight in value)
     ):
         raise ArtifactError(
             f'the key {name!r} of a claim is a list of numbers, or {{"file": PATH}} of one in JSON.'
@@ -323,7 +327,10 @@ def _weights(name: str, value: Any, folder: Path) -> tuple[float, ...]:
 
 def _file(value: Any, folder: Path) -> Path | None:
     if isinstance(value, Mapping) and set(value) == {"file"} and isinstance(value["file"], str):
-        return folder / value["file"]
+        file = folder / value["file"]
+        if os.path.exists(file) and not os.path.isfile(file):  # a device has no end
+            raise ArtifactError(f"{file}, which the claim names, is not a plain file.")
+        return file
     return None
 
 

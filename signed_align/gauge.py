@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -210,7 +211,7 @@ class Gauge:
     def load(cls, path: str | Path) -> Gauge:
         """Read a gauge file; raises GaugeError if it is missing, damaged or of another format."""
         path = Path(path)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise GaugeError(f"there is no gauge file at {path}.")
         try:
             with safe_open(path, framework="pt") as file:
@@ -242,6 +243,8 @@ class Gauge:
             )
             provenance = json.loads(metadata["provenance"])
             _require_valid(elements, source, target, provenance)
+            if any(t.dtype != torch.float32 for n, t in tensors.items() if n.endswith(".margin")):
+                raise TypeError("its margins are not float32")
             return cls(
                 elements=elements,
                 margins={

@@ -26,6 +26,8 @@ def inspect(thing: str) -> tuple[dict[str, Any], list[str]]:
     if not record.steps:
         return data, lines
     changed = record.changed(path)
+    if data["kind"] == "model" and record.target is not None:
+        changed += ["weights"] if record.target.get("fingerprint") != data["fingerprint"] else []
     warning = [f"  changed since: {', '.join(changed)}"] if changed else []
     return (
         {**data, "moves": list(record.steps), "changed": changed},
@@ -70,7 +72,11 @@ def _inside(path: Path) -> dict[str, str]:
     from signed_align.adapters.formats import is_readable
 
     found: dict[str, str] = {}
-    for child in sorted(path.rglob("*")):
+    try:
+        children = sorted(path.rglob("*"))
+    except OSError as error:
+        raise SignedAlignError(f"{path} cannot be read: {error}.") from error
+    for child in children:
         inside = any(str(child).startswith(f"{path / other}/") for other in found)
         known = inside or is_record(child) or not is_readable(child)
         family = None if known else recognise(child)

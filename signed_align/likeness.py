@@ -196,9 +196,9 @@ def compare_functions(
     CheckpointError
         If a model cannot be run, or its logits are not finite.
     """
-    shared = _shared_rows(source, target, moved)
+    shared = shared_rows(source, target, moved)
     said, todo = _tokens(source, text, shared[0], seed)
-    tables = _translation(shared, 1 + max(int(batch.input_ids.max()) for batch in todo))
+    tables = translation(shared, 1 + max(int(batch.input_ids.max()) for batch in todo))
     logits = [
         list(
             _logits(end, [Batch(table[b.input_ids], b.attention_mask) for b in todo], rows, device)
@@ -227,7 +227,7 @@ def _logits(
         yield out.logits[batch.attention_mask.bool()].float().cpu()[:, rows]
 
 
-def _shared_rows(
+def shared_rows(
     source: Checkpoint, target: Checkpoint, moved: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The rows of the tokens that both have, in both."""
@@ -254,7 +254,7 @@ def _tokens(
     return "the language reference of Python" if text is None else "the given text", todo
 
 
-def _translation(shared: tuple[Tensor, Tensor], size: int) -> tuple[Tensor, Tensor]:
+def translation(shared: tuple[Tensor, Tensor], size: int) -> tuple[Tensor, Tensor]:
     """For both models, by a token of the source below ``size``, the token to run instead."""
     ours, theirs = shared
     within = ours < size

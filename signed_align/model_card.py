@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from signed_align.matching import Objective
 from signed_align.provenance import RECORD_NAME, Record
 
 CARD_NAME = "README.md"
 HEADING = "## Coordinates (signed-align)"
-_SECTION = re.compile(rf"\n*^{re.escape(HEADING)}$.*?(?=^#{{1,2}} |\Z)", re.MULTILINE | re.DOTALL)
+END = "<!-- end of what signed-align says -->"
+_SECTION = re.compile(
+    rf"\s*^{re.escape(HEADING)}$(?:(?!^#).)*?^{re.escape(END)}$\s*", re.MULTILINE | re.DOTALL
+)
+_METADATA = re.compile(r"\A\ufeff?---\n.*?^---$", re.MULTILINE | re.DOTALL)
 
 
 def add_section(directory: Path, record: Record, *, base: tuple[str, str] | None = None) -> None:
@@ -30,13 +36,25 @@ def add_section(directory: Path, record: Record, *, base: tuple[str, str] | None
     if not card.is_file():
         return
     try:
-        text = card.read_text(encoding="utf-8")
+        raw = card.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         return  # a card in another encoding is left as it is; the record says the same
+    ending = "\r\n" if "\r\n" in raw else "\n"
+    text = without_section(raw.replace("\r\n", "\n"))
     if base is not None:
         text = _with_base(text, *base)
-    text = _SECTION.sub("", text).rstrip()
-    card.write_text(f"{text}\n\n{HEADING}\n\n{section(record)}\n", encoding="utf-8")
+    text = f"{text.rstrip()}\n\n{HEADING}\n\n{section(record)}\n\n{END}\n"
+    card.write_bytes(text.replace("\n", ending).encode("utf-8"))
+
+
+def without_section(text: str) -> str:
+    """A card without what this package says in it."""
+    return _SECTION.sub("\n\n", text)
+
+
+def without_metadata(text: str) -> str:
+    """A card without the metadata on its top."""
+    return _METADATA.sub("", text)
 
 
 def section(record: Record) -> str:
@@ -55,13 +73,22 @@ def section(record: Record) -> str:
 
 
 def _with_base(text: str, old: str, new: str) -> str:
-    """The card with another ``base_model`` in its metadata, and nothing else changed."""
-    head = re.match(r"\A---\n.*?^---$", text, re.MULTILINE | re.DOTALL)
+    """The card with another base model in its metadata, wherever that names it as a whole."""
+    head = _METADATA.match(text)
     if head is None:
         return text
-    line = rf"^(base_model:\s*)(['\"]?){re.escape(old)}\2\s*$"
-    metadata = re.sub(line, lambda found: f"{found[1]}{new}", head[0], flags=re.MULTILINE)
-    return metadata + text[head.end() :]
+    old = old.rstrip("/")
+    tagged = re.sub(
+        rf"(base_model:adapter:){re.escape(old)}/?(?=\s|['\"]|$)", rf"\g<1>{new}", head[0]
+    )
+    whole = rf"(?<=[\s\[,'\"]){re.escape(old)}/?(?=$|[\s\],'\"])"
+    quoted = new if re.fullmatch(r"[\w./-]+", new) else json.dumps(new)
+
+    def renamed(found: re.Match[str]) -> str:
+        before, after = tagged[found.start() - 1], tagged[found.end() : found.end() + 1]
+        return new if before == after and before in "'\"" else quoted
+
+    return re.sub(whole, renamed, tagged, flags=re.MULTILINE) + text[head.end() :]
 
 
 def _name(model: Mapping[str, Any] | None) -> str:
@@ -69,18 +96,21 @@ def _name(model: Mapping[str, Any] | None) -> str:
 
 
 def _ported(step: Mapping[str, Any]) -> str:
+    home = f", made on `{step['made_on']}`," if step.get("any_source") else ""
     return (
-        f"This {step['kind']} was made on {_name(step['source'])} and moved to the coordinates of "
-        f"{_name(step['target'])} by `signed-align port`."
+        f"This {step['kind']}{home} was moved from the coordinates of {_name(step['source'])} to "
+        f"those of {_name(step['target'])} by `signed-align port`."
     )
 
 
 def _merged(step: Mapping[str, Any]) -> str:
     models = ", ".join(_name(model) for model in step["models"])
-    return (
-        f"Merged by `{step['merge_method']}` from {models}, all moved to the coordinates of "
-        f"{_name(step['target'])} first."
+    moved = (
+        f"all moved to the coordinates of {_name(step['target'])} first"
+        if step["gauges"]
+        else "as they are: nothing was aligned"
     )
+    return f"Merged by `{step['merge_method']}` from {models}, {moved}."
 
 
 _WORDS = {"port": _ported, "merge": _merged}
@@ -97,7 +127,11 @@ def _gauge_words(step: Mapping[str, Any]) -> str:
             if verdict
             else ""
         )
-        words.append(f"gauge `{gauge['hash'][:12]}` from {gauge.get('method', 'elsewhere')}{sure}")
+        objective = gauge.get("objective")
+        baseline = objective in (Objective.SIGNED.value, Objective.PERMUTATION.value)
+        warned = f", the baseline `{objective}`, whose signs are all +" if baseline else ""
+        how = gauge.get("method", "elsewhere")
+        words.append(f"gauge `{gauge['hash'][:12]}` from {how}{warned}{sure}")
     return f"Through {'; '.join(words)}." if words else ""
 
 

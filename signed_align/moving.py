@@ -21,6 +21,7 @@ from signed_align.checkpoint import (
     rewrite_safetensors,
 )
 from signed_align.files import atomic_path
+from signed_align.fit import check_gauge
 from signed_align.gauge import Gauge
 from signed_align.progress import byte_meter
 from signed_align.provenance import Record, end, gauge_summary, is_record, stamp
@@ -56,8 +57,9 @@ def apply(
     any_source : bool
         Accept a model whose fingerprint is not the gauge's source, such as a fine-tune of it.
     verify : bool, optional
-        Run ``model`` and the result on a few tokens, and keep the result only if their logits
-        agree. None does so where they are small.
+        Check the gauge against the weights of its two models, where they are at hand; run
+        ``model`` and the result on a few tokens, and keep the result only if their logits agree.
+        None does so where they are small.
     text : path or sequence of str, optional
         What they are run on; random tokens by default.
     force : bool
@@ -83,6 +85,8 @@ def apply(
     if not any_source:
         gauge.require_source(checkpoint.identity)
     checkpoint.require_movable(gauge)
+    if verify is not False:
+        check_gauge(gauge)
     sentences = sentences_of(text) if text is not None else None
     shards = sorted(set(checkpoint.files.values()))
     with atomic_path(Path(out), directory=True, force=force, inputs=[checkpoint.path]) as temporary:

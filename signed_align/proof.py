@@ -33,6 +33,7 @@ from signed_align.labels import transport_all
 from signed_align.miniature import VOCABULARY, miniature_config, miniature_model
 from signed_align.progress import libraries_silent
 from signed_align.signed_permutation import SignedPermutation
+from signed_align.skeleton import named_classes
 from signed_align.storage import stored_tensors
 
 NOTICEABLE = 1e-3
@@ -171,9 +172,8 @@ def _class_of(config: Any) -> Any:
     """The class a config names; that of causal language models, where it names a bare model."""
     import transformers
 
-    for name in getattr(config, "architectures", None) or ():
-        cls = getattr(transformers, name, None)
-        if cls is not None and not name.endswith(("Model", "LMHeadModel", "ForCausalLM")):
+    for cls in named_classes(getattr(config, "architectures", None)):
+        if not cls.__name__.endswith(("Model", "LMHeadModel", "ForCausalLM")):
             return cls
     return transformers.AutoModelForCausalLM
 

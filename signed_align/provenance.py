@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -129,7 +131,7 @@ class Record:
     @property
     def target(self) -> Mapping[str, Any] | None:
         """The model whose coordinates the output has; None if no step says it."""
-        return self.steps[-1]["target"] if self.steps else None
+        return self.steps[-1].get("target") if self.steps else None
 
     def then(self, **step: Any) -> Record:
         """The record after one more step, with the stamp of what is running."""
@@ -137,11 +139,14 @@ class Record:
 
     def changed(self, output: Path) -> list[str]:
         """The files that are not what the last step wrote, relative to ``output``."""
-        root = output if output.is_dir() else output.parent
+        root = output
+        if not output.is_dir():  # it may have been renamed, with its record
+            same = file_hash(output) in self.files.values()
+            return [] if same or not self.files else [output.name]
         return sorted(
             name
             for name, digest in self.files.items()
-            if not (root / name).is_file() or file_hash(root / name) != digest
+            if not os.path.isfile(root / name) or file_hash(root / name) != digest
         )
 
     def save(self, output: Path, written: Iterable[Path] = ()) -> None:
@@ -153,12 +158,27 @@ class Record:
             "steps": list(self.steps),
             "files": {str(file.relative_to(root)): file_hash(file) for file in sorted(written)},
         }
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        self.place(output).write_text(f"{text}\n", encoding="utf-8", errors="surrogateescape")
+        try:
+            text = json.dumps(_finite(content), indent=2, allow_nan=False)
+        except RecursionError as error:
+            raise ArtifactError(
+                f"the provenance of {output.name} is nested too deeply to be written; remove it "
+                "from the gauge, or the earlier record, that holds it."
+            ) from error
+        self.place(output).write_text(f"{text}\n", encoding="utf-8")
 
     def lines(self) -> list[str]:
         """The chain in words, a step a line."""
         return [f"  {_words(step)}" for step in self.steps]
+
+
+def _finite(value: Any) -> Any:
+    """The same with words for numbers that JSON cannot write, which other files may hold."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_record(file: Path) -> bool:

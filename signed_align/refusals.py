@@ -226,7 +226,7 @@ def require_sensible(model: str, settings: Mapping[str, Any], tensors: int, stor
     if found is not None:
         raise CheckpointError(
             f"the config of {model} says {found}, which its {tensors} tensors of {stored} bytes "
-            "cannot have; is it the config of this checkpoint?"
+            "cannot have; give the checkpoint its own config.json."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -25,20 +25,13 @@ def skeleton(settings: Mapping[str, Any]) -> Any:
     CheckpointError
         If transformers cannot make the model.
     """
-    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         with _quiet(), torch.device("meta"):
             config = AutoConfig.for_model(**_plain(settings))
-            named = [
-                getattr(transformers, str(n), None) for n in settings.get("architectures") or ()
-            ]
-            model = (
-                named[0](config)
-                if named and _is_model_class(named[0])
-                else AutoModelForCausalLM.from_config(config)
-            )
+            named = named_classes(settings.get("architectures"))
+            model = named[0](config) if named else AutoModelForCausalLM.from_config(config)
             model.tie_weights()
             return model
     except Exception as error:  # a bad config fails in many ways
@@ -48,11 +41,17 @@ def skeleton(settings: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _is_model_class(found: Any) -> TypeGuard[type]:
-    """Whether a config names a model class of transformers, and none that does other things."""
-    from transformers import PreTrainedModel
+def named_classes(architectures: Any) -> list[Any]:
+    """The classes of models, and of nothing else, that a config names as its architectures."""
+    import transformers
 
-    return isinstance(found, type) and issubclass(found, PreTrainedModel)
+    names = architectures if isinstance(architectures, (list, tuple)) else ()
+    found = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
+    return [
+        cls
+        for cls in found
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    ]
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,9 @@ trained apart agree to some extent, which is measured.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +19,11 @@ from signed_align.activations import Batch, load_model, some_tokens
 from signed_align.chart import RESIDUAL
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import CheckpointError, SignedAlignError, VerificationError, one_line
-from signed_align.gauge import Gauge, ModelIdentity
+from signed_align.fit import require_fit, share_of, sure_coordinates
+from signed_align.gauge import Gauge
 from signed_align.labels import kind_of, transport
-from signed_align.recovery import token_rows
-from signed_align.reliability import NOISE_FACTOR
+from signed_align.likeness import shared_rows, translation
+from signed_align.recovery import moved_tokens
 
 TOKENS = 256
 """How many tokens a verification runs on."""
@@ -39,14 +38,11 @@ MERGE_TOLERANCE = 0.05
 CHEAP_BYTES = 2 * 2**30
 """Models whose weights are smaller than this, together, are run without being asked to."""
 
-ROWS = 4096
-"""Rows of the token matrices that a gauge is checked on where its models are at hand."""
+EQUAL_COSINE = 0.9999
+"""The cosine of weights that should be equal; rounding to bfloat16 stays above it."""
 
-LEAST_CORRELATION = 0.1
-"""A gauge does not fit its models if the moved rows agree with the target's less than this."""
-
-MOST_AGAINST = 0.05
-"""A gauge does not fit its models if more than this share of coordinates speaks against it."""
+LEAST_COSINE = 0.1
+"""Of weights that should be similar."""
 
 
 def verified(
@@ -104,6 +100,33 @@ class Seen:
     states: Tensor
 
 
+@dataclass(frozen=True)
+class Side:
+    """One of two models: the tokens that it runs on, and which logits both have, in one order."""
+
+    model: Checkpoint
+    todo: Sequence[Batch]
+    rows: Tensor
+
+
+def paired_tokens(
+    source: Checkpoint, target: Checkpoint, todo: Sequence[Batch]
+) -> tuple[Side, Side]:
+    """The same tokens for both models, whose tokenizers may number them differently.
+
+    Tokens that only the source has are replaced by one that both have.
+    """
+    shared = shared_rows(source, target, moved_tokens(source, target))
+    size = 1 + max(int(batch.input_ids.max()) for batch in todo)
+    sides = [
+        Side(model, [Batch(table[b.input_ids], b.attention_mask) for b in todo], rows)
+        for model, table, rows in zip(
+            (source, target), translation(shared, size), shared, strict=True
+        )
+    ]
+    return sides[0], sides[1]
+
+
 def look(
     checkpoint: Checkpoint,
     todo: Sequence[Batch],
@@ -116,6 +139,11 @@ def look(
     Raises CheckpointError if it cannot be run, or if its logits are not finite: then nothing can
     be compared.
     """
+    named = [str(name) for name in checkpoint.settings.get("architectures") or ()]
+    if any("Classification" in name for name in named):
+        raise CheckpointError(
+            f"{checkpoint.name} is a classifier ({named[0]}); only causal language models are run."
+        )
     network = load_model(checkpoint, head=True, dtype=torch.float32, device=device)
     logits, states = [], []
     with torch.inference_mode(), change(network) as model:
@@ -195,33 +223,40 @@ def verify_gauge(
     dict
         ``claim`` (``equal`` or ``similar``), ``of``, ``tokens``, ``difference`` (of the logits),
         ``explained`` (the mean share of a coordinate's squared norm that arrives), ``disagree``
-        (the share of coordinates off by more than a hundredth of their norm), ``weights`` (for
-        each further kind of space the cosine of moved weights and the target's).
+        (the share of coordinates that the gauge is sure of and that are off by more than a
+        hundredth of their norm), ``unsure_disagree`` (of the others), ``weights`` (for each further
+        kind of space the cosine of moved weights and the target's).
 
     Raises
     ------
     VerificationError
         If the claim does not hold.
     """
-    todo = sample(source, sentences)
-    ours, theirs = (look(one, todo, device=device) for one in (source, target))
-    functions = agreement(ours.logits, theirs.logits)["difference"]
-    equal = functions <= TOLERANCE
+    if RESIDUAL.space in gauge.elements:
+        require_fit(gauge, source, target)
+    pair = paired_tokens(source, target, sample(source, sentences))
+    ours, theirs = (look(one.model, one.todo, device=device) for one in pair)
+    functions = agreement(ours.logits[:, pair[0].rows], theirs.logits[:, pair[1].rows])
+    equal = functions["difference"] <= TOLERANCE
     moved = transport(ours.states, (None, None, RESIDUAL), gauge)
     off = (moved - theirs.states).flatten(0, 1).double().norm(dim=0)
     norm = theirs.states.flatten(0, 1).double().norm(dim=0)
     alive = norm > 0
     ratio = off[alive] / norm[alive]
+    wrong = ratio > 10 * TOLERANCE
+    sure = sure_coordinates(gauge, len(alive))[alive]
     found: dict[str, Any] = {
         "claim": "equal" if equal else "similar",
         "of": "hidden states",
         "tokens": len(ours.logits),
-        "difference": functions,
+        "difference": functions["difference"],
         "explained": float((1 - ratio.square()).clamp_min(-1).mean()) if alive.any() else 1.0,
-        "disagree": float((ratio > 10 * TOLERANCE).double().mean()) if alive.any() else 0.0,
+        "disagree": share_of(wrong & sure),
+        "unsure_disagree": share_of(wrong & ~sure),
         "weights": _cosines(gauge, source, target),
     }
-    wrong = [kind for kind, cosine in found["weights"].items() if equal and cosine < 0.99]
+    least = EQUAL_COSINE if equal else LEAST_COSINE
+    apart = [kind for kind, cosine in found["weights"].items() if cosine < least]
     ends = f"{source.name} and {target.name}"
     if equal and found["disagree"] > 0:
         raise VerificationError(
@@ -230,11 +265,12 @@ def verify_gauge(
             "Recover it from more text or from weights; --no-verify keeps it all the same.",
             found,
         )
-    if wrong:
+    if apart:
         raise VerificationError(
-            f"{ends} compute the same function, but the gauge does not make their weights equal "
-            f"in {' and '.join(wrong)} (cosine {found['weights'][wrong[0]]:.3f}); recover these "
-            "spaces by other means (--from), or leave them out. --no-verify keeps it all the same.",
+            f"the gauge does not make the weights of {ends} {found['claim']} in "
+            f"{' and '.join(apart)}: their cosine is {found['weights'][apart[0]]:.3f}, at least "
+            f"{least:g} was expected. Recover these spaces by other means (--from), or leave them "
+            "out; --no-verify keeps it all the same.",
             found,
         )
     if found["explained"] <= 0:
@@ -272,13 +308,14 @@ def verify_merge(
         If the claim does not hold.
     """
     todo = sample(inputs[0], sentences)
+    seen = [look(one, todo) for one in inputs]
     try:
         found = look(merged, todo)
     except CheckpointError as error:
         raise VerificationError(
-            f"the merged model does not work: {error} Nothing was kept.", {"claim": "finite"}
+            f"its inputs run, and the merged model does not: {error} Nothing was kept.",
+            {"claim": "finite"},
         ) from error
-    seen = [look(one, todo) for one in inputs]
     losses = [loss_of(one.logits, todo) for one in seen]
     equal = same_shape and all(
         agreement(seen[0].logits, one.logits)["difference"] <= TOLERANCE for one in seen[1:]
@@ -296,8 +333,9 @@ def verify_merge(
         raise VerificationError(
             "all models of the recipe compute the same function, so that the merged model should "
             f"too, but its logits differ by {measured['difference']:.2g} of the largest (at most "
-            f"{MERGE_TOLERANCE:g} was expected): they are not aligned. Give each model its gauge, "
-            "or see what `signed-align diagnose` says of them; --no-verify keeps it all the same.",
+            f"{MERGE_TOLERANCE:g} was expected): they are not aligned, or the recipe does not keep "
+            "a function that they share (weights that do not add up to 1, a scale). "
+            "`signed-align diagnose` says what relates them; --no-verify keeps it all the same.",
             measured,
         )
     return measured
@@ -326,8 +364,9 @@ def _cosines(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, 
             continue
         axes = source.chart.axes(name, shape)
         spaces = {space for label in axes if label is not None for space in label.spaces}
-        kinds = {kind_of(space) for space in spaces} - {RESIDUAL.space}
-        if not kinds or not spaces <= gauge.elements.keys() or len(shape) < 2:
+        inside = spaces - {RESIDUAL.space}
+        kinds = {kind_of(space) for space in inside}
+        if not kinds or not inside <= gauge.elements.keys() or len(shape) < 2:
             continue
         moved = source.moved(gauge, name).double()
         wanted = target.tensor(name).double()
@@ -337,123 +376,4 @@ def _cosines(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, 
                 sums[place] += float((x * y).sum())
     return {
         kind: xy / max((xx * yy) ** 0.5, 1e-30) for kind, (xy, xx, yy) in sorted(products.items())
-    }
-
-
-# ---- without running anything --------------------------------------------------------------------
-
-
-def at_hand(model: ModelIdentity | None) -> Checkpoint | None:
-    """The checkpoint that one end of a gauge names, if it lies on this machine; else None."""
-    if model is None:
-        return None
-    place: Any = model.name
-    if not os.path.isdir(place):
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            found = try_to_load_from_cache(
-                model.name, "config.json", revision=model.revision or None
-            )
-        except HFValidationError:
-            return None
-        if not isinstance(found, str):
-            return None
-        place = Path(found).parent
-    try:
-        return Checkpoint.open(place)
-    except SignedAlignError:
-        return None
-
-
-def check_gauge(gauge: Gauge) -> dict[str, Any]:
-    """Check a gauge against its two models, where they are at hand, without running them.
-
-    Both must still be what they were when it was made. And it must carry the rows of the source's
-    token matrices into the target's: exactly, where most coordinates agree exactly; else so that
-    they correlate, and few coordinates speak against it.
-
-    Returns
-    -------
-    dict
-        ``claim``, ``of``, ``rows``, ``correlation`` (mean over coordinates, of moved and wanted
-        rows), ``against`` (the share of coordinates where it is clearly negative), ``disagree``
-        (the share that is not the same in every row); or ``skipped``, with the reason.
-
-    Raises
-    ------
-    GaugeError
-        If a model is another one than when the gauge was made.
-    VerificationError
-        If the gauge does not fit its models.
-    """
-    source, target = at_hand(gauge.source), at_hand(gauge.target)
-    for model, require in ((source, gauge.require_source), (target, gauge.require_target)):
-        if model is not None:
-            require(model.identity)
-    if source is None or target is None or RESIDUAL.space not in gauge.elements:
-        missing = [end.name for end in (gauge.source, gauge.target) if end and not at_hand(end)]
-        return {
-            "skipped": f"{' and '.join(missing)} not at hand"
-            if missing
-            else "the gauge does not have both its models and the residual stream"
-        }
-    found = rows_agreement(gauge, source, target)
-    if found["claim"] == "equal" and found["disagree"]:
-        raise VerificationError(
-            f"the gauge does not carry the token matrices of {source.name} into those of "
-            f"{target.name}: {found['disagree']:.1%} of the coordinates, or their signs, are wrong "
-            "while the others agree exactly; recover the gauge again.",
-            found,
-        )
-    if found["claim"] == "similar" and found["correlation"] < LEAST_CORRELATION:
-        raise VerificationError(
-            f"the gauge does not fit {source.name} and {target.name}: moved through it, their "
-            f"token matrices have a correlation of {found['correlation']:.3f} (at least "
-            f"{LEAST_CORRELATION:g} was expected), and {found['against']:.1%} of the coordinates "
-            "the opposite sign; recover the gauge again. --no-verify moves it all the same.",
-            found,
-        )
-    if found["claim"] == "similar" and found["against"] > MOST_AGAINST:
-        raise VerificationError(
-            f"the gauge does not fit {source.name} and {target.name}: {found['against']:.1%} of "
-            "the coordinates of their token matrices have the opposite sign (at most "
-            f"{MOST_AGAINST:.0%} was expected); recover the gauge again. --no-verify moves it all "
-            "the same.",
-            found,
-        )
-    return found
-
-
-def rows_agreement(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, Any]:
-    """How far a gauge carries the token matrices of one model into the other's.
-
-    Returns what :func:`check_gauge` does, and raises SignedAlignError if they have none in common.
-    """
-    blocks, rows = [], 0
-    for _, x, y in token_rows(source, target):
-        kept = slice(0, ROWS - rows)
-        ours, theirs = x[kept].float().double(), y[kept].float().double()
-        blocks.append((transport(ours, (None, RESIDUAL), gauge), theirs))
-        rows += len(ours)
-        if rows >= ROWS:
-            break
-    moved, wanted = (torch.cat(side) for side in zip(*blocks, strict=True))
-    found: dict[str, Any] = {"of": "rows of the token matrices", "rows": rows}
-    if not (torch.isfinite(moved).all() and torch.isfinite(wanted).all()):
-        return {**found, "claim": "none", "skipped": "the token matrices are not finite"}
-    x, y = moved - moved.mean(dim=0), wanted - wanted.mean(dim=0)
-    norms = (x.square().sum(dim=0) * y.square().sum(dim=0)).sqrt()
-    alive = norms > 0
-    if not alive.any():
-        return {**found, "claim": "none", "skipped": "the token matrices do not vary"}
-    correlation = (x * y).sum(dim=0)[alive] / norms[alive]
-    differs = (moved != wanted).any(dim=0)
-    return {
-        **found,
-        "claim": "equal" if float((~differs[alive]).double().mean()) >= 0.5 else "similar",
-        "correlation": float(correlation.mean()),
-        "against": float((correlation < -NOISE_FACTOR / rows**0.5).double().mean()),
-        "disagree": float(differs.double().mean()),
     }

@@ -316,5 +316,5 @@ def test_what_meets_a_model_in_other_coordinates_is_warned_of(world, tmp_path, n
     with warnings.catch_warnings():
         warnings.simplefilter("error", SignedAlignWarning)
         meet(tmp_path / "ported", root / "model-twin")
-    with pytest.warns(SignedAlignWarning, match="record of its last move"):
+    with pytest.warns(SignedAlignWarning, match="lives in the coordinates of .*model-twin"):
         meet(tmp_path / "ported", root / "model")

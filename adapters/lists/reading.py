@@ -15,7 +15,7 @@ from signed_align.errors import ArtifactError
 LAYER_PLACE = "{layer}"
 """Stands in the name of a hook for the number of a layer."""
 
-LAYER_KEY = re.compile(r"(?:(?:layer|block)[_. ]?|L)?(0|[1-9]\d*)", re.IGNORECASE)
+LAYER_KEY = re.compile(r"(?:(?:layer|block)[_. ]?|L)?(0|[1-9]\d{0,17})", re.IGNORECASE)
 HOOK_KEY = re.compile(r".*\bhook_.*|[a-zA-Z_]\w*(\.\w+)*\.(\d+|\{layer\})(\.\w+)*")
 
 
@@ -281,7 +281,7 @@ def _indices(record: Record) -> list[Scalar] | None:
     found = []
     for name, child in record.members:
         is_pair = isinstance(child, Scalar) and child.is_number
-        if not is_pair or not re.fullmatch(r"0|[1-9]\d*", str(name.value)):
+        if not is_pair or not re.fullmatch(r"0|[1-9]\d{0,17}", str(name.value)):
             return None
         if name.end - name.start != len(name.value) + 2:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import shlex
 import sys
@@ -169,19 +170,22 @@ def _run(
 def _fail(message: str, code: int, as_json: bool, **details: Any) -> NoReturn:
     """One sentence on stderr, with ``--json`` an object on stdout, and the exit code."""
     if as_json:
-        click.echo(json.dumps({"error": message, "exit_code": code, **details}, allow_nan=False))
+        click.echo(_json_of({"error": message, "exit_code": code, **details}))
     click.echo(f"error: {message}", err=True)
     sys.exit(code)
 
 
 def _json_of(data: dict[str, Any]) -> str:
-    try:
-        return json.dumps(data, indent=2, allow_nan=False)
-    except ValueError as error:
-        raise SignedAlignError(
-            "the result holds a number that is not finite, which JSON cannot write; it is shown "
-            "without --json."
-        ) from error
+    return json.dumps(_finite(data), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for every number that JSON cannot write."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _quiet_libraries() -> None:
@@ -257,6 +261,8 @@ def verification_lines(found: dict[str, Any]) -> list[str]:
             f"not run: {effect['skipped']}"
             if "skipped" in effect
             else f"{effect['arrives']:.1%} of its effect arrives"
+            if effect["arrives"] is not None
+            else "its effect is too small to be told from rounding"
         )
         lines.append(f"    {effect['artifact']} ({effect['kind']}): {said}")
     return lines
