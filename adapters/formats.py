@@ -7,6 +7,7 @@ there and back has the bytes it began with.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import zipfile
 from abc import ABC, abstractmethod
@@ -170,8 +171,9 @@ class TorchFile(LoadedFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._zipped = zipfile.is_zipfile(path)
+        self._zipped = False
         try:
+            self._zipped = zipfile.is_zipfile(path)
             if self._zipped:
                 with zipfile.ZipFile(path) as archive:
                     require_bounded(archive, path)
@@ -291,6 +293,8 @@ class GgufFile(LoadedFile):
         if self.reader.byte_order != "I":
             raise ArtifactError(f"{path} is written in the byte order of another machine.")
         for name, kind in self.dtypes.items():
+            if not math.prod(self.shapes[name]):
+                raise ArtifactError(f"the tensor {name!r} of {path} is empty.")
             if kind not in dtypes:
                 raise ArtifactError(
                     f"the tensor {name!r} of {path} is quantised ({kind.name}), so it cannot be "

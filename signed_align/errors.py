@@ -13,6 +13,13 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def printable(text: str) -> str:
+    """A line of text in which what no terminal should be given is escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 MOST_CHARACTERS = 1500
 """A longer message, which quotes a file at length, is cut in its middle."""
 
@@ -22,9 +29,7 @@ def _sentence(message: str) -> str:
 
     Names and values of files stand in messages, and a file may call a tensor anything.
     """
-    text = " ".join(message.split())
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    text = printable(" ".join(message.split()))
     if len(text) > MOST_CHARACTERS:
         text = f"{text[: MOST_CHARACTERS - 400]} … {text[-400:]}"
     return text if text.endswith(".") else f"{text}."

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import click
 
 from signed_align import __version__
-from signed_align.errors import SignedAlignError, SignedAlignWarning, one_line
+from signed_align.errors import SignedAlignError, SignedAlignWarning, one_line, printable
 
 BUG = 1
 """The exit code of an exception that is not one of ours. Ours have their own, from 2 on."""
@@ -164,7 +164,8 @@ def _run(
                 BUG,
                 as_json,
             )
-    click.echo("\n".join(report.lines) if printed is None else printed)
+    lines = (printable(line) for text in report.lines for line in text.split("\n"))
+    click.echo("\n".join(lines) if printed is None else printed)
 
 
 def _fail(message: str, code: int, as_json: bool, **details: Any) -> NoReturn:
