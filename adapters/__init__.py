@@ -198,9 +198,10 @@ def port(
     dict
         ``name`` (of the file or directory), ``kind`` (what was recognised), ``out``, ``tensors``
         (how many), ``made_on``, ``source_verified``, ``notes``, ``labels`` (how each tensor was
-        labelled), ``weak_energy`` and what belongs to it (see :mod:`~signed_align.adapters.\
-confidence`), ``left_out`` (weight files that do not belong to the artifact), ``artifacts`` (the
-        same of each, where there are several), ``verification``.
+        labelled), ``weak_energy``, ``weak_below`` and ``weakest_tensor`` (how much stands on
+        coordinates that the gauge is not sure of), ``left_out`` (weight files that do not belong
+        to the artifact), ``artifacts`` (the same of each, where there are several),
+        ``verification``.
 
     Raises
     ------
