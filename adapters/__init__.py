@@ -230,7 +230,10 @@ def port(
     if not accept_weak:
         for one, confidence in zip(found, confidences, strict=True):
             confidence.require(one)
-    verification = {"skipped": "not asked for"} if verify is False else check_gauge(gauge)
+    verification: dict[str, Any] = {"skipped": "not asked for"}
+    if verify is not False:
+        rows = [row for one in found for row in one.explanation(gauge)]
+        verification = check_gauge(gauge, {space for row in rows for space in row["spaces"]})
     reports = []
     left_out: list[str] = []
     with atomic_path(Path(out), directory=path.is_dir(), force=force, inputs=[path]) as temporary:
@@ -273,7 +276,7 @@ def _record(
     artifact: Artifact, gauge: Gauge, report: Mapping[str, Any], any_source: bool
 ) -> Record:
     """The record of an artifact after its move."""
-    said = ("kind", "made_on", "source_verified", "weak_energy", "verification")
+    said = ("kind", "made_on", "source_verified", "doubt", "weak_energy", "verification")
     return Record.of(artifact.path).then(
         action="port",
         source=end(gauge.source),
@@ -293,6 +296,7 @@ def _summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tensors": sum(report["tensors"] for report in reports),
         "made_on": ", ".join(dict.fromkeys(filter(None, (r["made_on"] for r in reports)))) or None,
         "source_verified": all(report["source_verified"] for report in reports),
+        "doubt": next((report["doubt"] for report in reports if report["doubt"]), None),
         **_weakest(reports),
         "notes": [f"{r['name']}: {note}" for r in reports for note in r["notes"]],
         "labels": [row for report in reports for row in report["labels"]],

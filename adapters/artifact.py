@@ -12,7 +12,7 @@ from torch import Tensor
 
 from signed_align.adapters.formats import Labelling, TensorFile
 from signed_align.adapters.json_files import json_like
-from signed_align.adapters.origin import is_proved_source, warn_if_elsewhere
+from signed_align.adapters.origin import doubt_about, is_proved_source
 from signed_align.chart import RESIDUAL, VOCABULARY, Chart, numbers_in
 from signed_align.checkpoint import carry_along
 from signed_align.errors import (
@@ -294,11 +294,8 @@ def move(
     SignedAlignError if anything is not understood.
     """
     record = Record.of(artifact.path)
-    verified = False
-    if any_source:
-        warn_if_elsewhere(artifact, journey, record)
-    else:
-        verified = is_proved_source(artifact, journey, record)
+    doubt = doubt_about(artifact, journey, record) if any_source else None
+    verified = False if any_source else is_proved_source(artifact, journey, record)
     labels = artifact.explanation(journey.gauge)
     for part in track(artifact.parts, f"moving {artifact.path.name}", unit="file"):
         destination = (
@@ -316,6 +313,7 @@ def move(
         "tensors": len(labels),
         "made_on": artifact.made_on or journey.made_on or (record.target or {}).get("name"),
         "source_verified": verified,
+        "doubt": doubt,
         "notes": [
             *artifact.notes,
             *_unmoved(labels, journey.gauge),

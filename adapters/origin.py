@@ -98,17 +98,18 @@ def _require_source(what: str, name: str, gauge: Gauge, record: Record | None) -
     return False
 
 
-def warn_if_elsewhere(artifact: Artifact, journey: Journey, record: Record) -> None:
-    """Warn, where any source is accepted, if the artifact's is at hand and has other coordinates.
+def doubt_about(artifact: Artifact, journey: Journey, record: Record) -> str | None:
+    """Why, where any source is accepted, the artifact does not seem to be on the gauge's.
 
-    A model that was trained from the gauge's source shares them; a twin of it does not.
+    Only where its own model is at hand: one that was trained from the gauge's source shares its
+    coordinates, a twin of it does not. Warns, too.
     """
     home = Checkpoint.open(artifact.path) if artifact.identity else None
     for name in (_place(record.target), artifact.made_on, journey.made_on):
         home = home or (find(name) if isinstance(name, str) else None)
     source = at_hand(journey.gauge.source)
     if home is None or source is None or home.identity.fingerprint == source.identity.fingerprint:
-        return
+        return None
     reason = _difference(home, source)
     if reason:
         warnings.warn(
@@ -118,6 +119,7 @@ def warn_if_elsewhere(artifact: Artifact, journey: Journey, record: Record) -> N
             SignedAlignWarning,
             stacklevel=4,
         )
+    return reason
 
 
 def warn_if_foreign(path: Path, says: Mapping[str, Any], model: Checkpoint) -> None:

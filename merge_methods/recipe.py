@@ -124,10 +124,10 @@ def require_known_parameters(content: Any) -> None:
         for name in parameters:
             if name not in known:
                 near = difflib.get_close_matches(str(name), sorted(known), n=1)
-                hint = f"did you mean {near[0]!r}" if near else "take it out"
+                hint = f"{near[0]!r} may be meant" if near else "take it out"
                 raise ArtifactError(
                     f"the recipe sets the parameter {name!r}, which no merge method knows and "
-                    f"which would be ignored: {hint}?"
+                    f"which would be ignored; {hint}."
                 )
             if of_a_model and name in whole:
                 raise ArtifactError(

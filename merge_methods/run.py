@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +126,17 @@ def merge(
         found = {"skipped": "the recipe does not align, or does not write safetensors"}
         if reference and options.safe_serialization:
             models = _inputs(config, reference)
-            baseline = config.parameters.get("objective") in BASELINES
-            found = _verify(
-                temporary, models, whole_models, False if baseline and not verify else verify, text
+            unless = None if whole_models else "a recipe of slices makes a model unlike its inputs"
+            if config.parameters.get("objective") in BASELINES:
+                unless = "a baseline, or nothing is aligned"
+            result = Checkpoint.open(temporary)
+            found = verified(
+                verify,
+                [*models, result],
+                partial(verify_merge, result, models, sentences_of(text), same_shape=whole_models),
+                unless=unless,
             )
-            _record(temporary, models, reference, config.merge_method, source, found)
+            _record(temporary, out, models, reference, config.merge_method, source, found)
         sources.require_unchanged()
     return {
         "out": str(out),
@@ -146,25 +154,9 @@ def _inputs(config: MergeConfiguration, reference: str) -> list[Checkpoint]:
     return [GAUGES.checkpoint(models[name]) for name in names]
 
 
-def _verify(
-    merged: Path,
-    inputs: Sequence[Checkpoint],
-    whole_models: bool,
-    verify: bool | None,
-    text: str | Path | Sequence[str] | None,
-) -> dict[str, Any]:
-    if not whole_models and not verify:
-        return {"skipped": "a recipe of slices makes a model unlike its inputs"}
-    result = Checkpoint.open(merged)
-    return verified(
-        verify,
-        [*inputs, result],
-        lambda: verify_merge(result, inputs, sentences_of(text), same_shape=whole_models),
-    )
-
-
 def _record(
     merged: Path,
+    out: str | Path,
     inputs: Sequence[Checkpoint],
     reference: str,
     method: str,
@@ -172,14 +164,15 @@ def _record(
     verification: Mapping[str, Any],
 ) -> None:
     """Leave the record of a merge, and its section in the model card."""
-    target = GAUGES.checkpoint(ModelReference.parse(reference)).identity
+    result = replace(Checkpoint.open(merged).identity, name=str(out))
     record = Record().then(
         action="merge",
         merge_method=method,
         recipe_hash=text_hash([recipe]),
         models=[end(model.identity) for model in inputs],
         source=None,
-        target=end(target),
+        target=end(result),
+        reference=end(GAUGES.checkpoint(ModelReference.parse(reference)).identity),
         gauges=[gauge_summary(gauge) for gauge in GAUGES.in_use()],
         verification=dict(verification),
     )

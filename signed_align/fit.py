@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,18 @@ from signed_align.chart import RESIDUAL
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import SignedAlignError, VerificationError
 from signed_align.gauge import WEAK_MARGIN, Gauge, ModelIdentity
-from signed_align.labels import transport
+from signed_align.labels import kind_of, transport
 from signed_align.recovery import token_rows
 from signed_align.reliability import Verdict, sure_margin
 
 ROWS = 2048
 """Rows of the token matrices that a gauge is checked on where its models are at hand."""
+
+WEIGHTS = 4
+"""Weights of each kind of space that are compared."""
+
+LEAST_ALIKE = 0.3
+"""The cosine of weights in spaces that two models share."""
 
 LEAST_CORRELATION = 0.1
 """A gauge does not fit its models if the moved rows agree with the target's less than this."""
@@ -54,12 +61,13 @@ def at_hand(model: ModelIdentity | None) -> Checkpoint | None:
     return find(model.name, model.revision) if model is not None else None
 
 
-def check_gauge(gauge: Gauge) -> dict[str, Any]:
+def check_gauge(gauge: Gauge, spaces: Collection[str] = ()) -> dict[str, Any]:
     """Check a gauge against its two models, where they are at hand, without running them.
 
     Both must still be what they were when it was made. And it must carry the rows of the source's
     token matrices into the target's, coordinate by coordinate, better than another would: all
-    those that it is sure of, if most agree exactly, else nearly all.
+    those that it is sure of, if most agree exactly, else nearly all. Where something lives in
+    ``spaces`` that the gauge does not move, the models have to be alike there.
 
     Returns
     -------
@@ -87,7 +95,11 @@ def check_gauge(gauge: Gauge) -> dict[str, Any]:
             if missing
             else "the gauge does not have both its models and the residual stream"
         }
-    return require_fit(gauge, source, target)
+    found = require_fit(gauge, source, target)
+    unmoved = set(spaces) - gauge.elements.keys()
+    if unmoved:
+        require_alike(gauge, source, target, unmoved)
+    return found
 
 
 def require_fit(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, Any]:
@@ -96,16 +108,61 @@ def require_fit(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[st
     if "skipped" in found:
         return found
     most = 0.0 if found["claim"] == "equal" else MOST_AGAINST
+    said = (
+        f"in their token matrices the correlation with its partners is {found['correlation']:.3f}"
+    )
+    if found["against"] > most:
+        allowed = "none" if most == 0 else f"at most {most:.0%}"
+        said += (
+            f", and for {found['against']:.1%} of the coordinates that it is sure of another, or "
+            f"the other sign, is clearly better ({allowed} was expected)"
+        )
+    else:
+        said += f" (at least {LEAST_CORRELATION:g} was expected)"
     if found["against"] > most or found["correlation"] < LEAST_CORRELATION:
         raise VerificationError(
-            f"the gauge does not fit {source.name} and {target.name}: in their token matrices "
-            f"{found['against']:.1%} of the coordinates that it is sure of have a clearly better "
-            f"partner, or the other sign (at most {most:.0%} was expected), and the correlation "
-            f"with the partners is {found['correlation']:.3f}. Recover the gauge again; "
+            f"the gauge does not fit {source.name} and {target.name}: {said}. Recover it again; "
             "--no-verify goes on all the same.",
             found,
         )
     return found
+
+
+def require_alike(
+    gauge: Gauge, source: Checkpoint, target: Checkpoint, spaces: Collection[str]
+) -> None:
+    """Raise unless weights agree in spaces in which something lives and the gauge moves nothing.
+
+    Compares the cosine of moved and wanted weights, a few for each kind of space. Raises
+    VerificationError.
+    """
+    seen: dict[str, list[float]] = {}
+    for name in source.files:
+        shape = source.shape(name)
+        if name not in target.files or target.shape(name) != shape or len(shape) < 2:
+            continue
+        axes = source.chart.axes(name, shape)
+        here = {space for label in axes if label is not None for space in label.spaces}
+        kinds = {kind_of(space) for space in here & set(spaces)} - {RESIDUAL.space}
+        known = here & gauge.elements.keys() - {RESIDUAL.space}
+        if known or all(len(seen.get(kind, ())) >= WEIGHTS for kind in kinds):
+            continue
+        moved, wanted = source.moved(gauge, name), target.tensor(name)
+        x, y = (side.double().flatten() for side in (moved, wanted))
+        cosine = float(x @ y / (x.norm() * y.norm()).clamp_min(1e-300))
+        for kind in kinds:
+            seen.setdefault(kind, []).append(cosine)
+    apart = {kind: sum(cosines) / len(cosines) for kind, cosines in sorted(seen.items())}
+    apart = {kind: cosine for kind, cosine in apart.items() if cosine < LEAST_ALIKE}
+    if apart:
+        kind, cosine = next(iter(apart.items()))
+        raise VerificationError(
+            f"what is to be moved lives in {' and '.join(apart)} too, of which the gauge says "
+            f"nothing, and there the weights of {source.name} and {target.name} are not alike "
+            f"(cosine {cosine:.3f} in {kind}, at least {LEAST_ALIKE:g} was expected): recover a "
+            "gauge with --spaces all; --no-verify moves it all the same.",
+            {"weights": apart},
+        )
 
 
 def sure_coordinates(gauge: Gauge, size: int) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from signed_align.errors import GaugeError
@@ -170,11 +170,11 @@ class Gauge:
 
     def require_source(self, model: ModelIdentity) -> None:
         """Raise GaugeError unless the gauge starts at ``model``, by fingerprint."""
-        _require("source", self.source, model)
+        _require("source", self.source, model, self.target)
 
     def require_target(self, model: ModelIdentity) -> None:
         """Raise GaugeError unless the gauge ends at ``model``, by fingerprint."""
-        _require("target", self.target, model)
+        _require("target", self.target, model, self.source)
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write the gauge as one safetensors file; raises CheckpointError if ``path`` exists."""
@@ -196,7 +196,7 @@ class Gauge:
             "provenance": json.dumps(dict(self.provenance)),
         }
         with atomic_path(Path(path), directory=False, force=force) as temporary:
-            save_file(tensors, temporary, metadata=metadata)
+            temporary.write_bytes(save(tensors, metadata=metadata))
 
     @staticmethod
     def recognises(path: Path) -> bool:
@@ -270,6 +270,7 @@ class Gauge:
                     (self.margins[space] < WEAK_MARGIN).double().mean()
                 )
         return {
+            "hash": self.content_hash,
             "spaces": spaces,
             "source": self.source.summary() if self.source else None,
             "target": self.target.summary() if self.target else None,
@@ -353,11 +354,20 @@ def _require_valid(
             raise TypeError("an end's name, fingerprint, model_type and revision must be strings")
 
 
-def _require(end: str, recorded: ModelIdentity | None, model: ModelIdentity) -> None:
+def _require(
+    end: str, recorded: ModelIdentity | None, model: ModelIdentity, other: ModelIdentity | None
+) -> None:
     if recorded is None:
         raise GaugeError(
             f"the gauge does not say which model is its {end}, so it cannot be checked "
             f"against {model}."
+        )
+    if recorded.fingerprint == model.fingerprint:
+        return
+    if other is not None and other.fingerprint == model.fingerprint:
+        raise GaugeError(
+            f"{model} is the other end of the gauge, whose {end}, this way round, is {recorded}: "
+            "turn it round (--inverse, or leave that out)."
         )
     if recorded.fingerprint != model.fingerprint:
         raise GaugeError(

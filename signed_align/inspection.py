@@ -162,7 +162,7 @@ def _axis_data(label: Label | None) -> dict[str, Any] | None:
 
 
 def _gauge_lines(summary: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> list[str]:
-    lines = ["gauge"]
+    lines = ["gauge", f"  hash       {summary['hash'][:12]}"]
     for end in ("source", "target"):
         model = summary[end]
         lines.append(

@@ -63,6 +63,7 @@ def section(record: Record) -> str:
     sentences = [
         _WORDS[step["action"]](step),
         _gauge_words(step),
+        f"It is doubtful that it belonged there: {step['doubt']}." if step.get("doubt") else "",
         _weak_words(step),
         _verification_words(step.get("verification")),
         "Nothing was trained on the new coordinates; evaluate it before you rely on it. "
@@ -106,7 +107,7 @@ def _ported(step: Mapping[str, Any]) -> str:
 def _merged(step: Mapping[str, Any]) -> str:
     models = ", ".join(_name(model) for model in step["models"])
     moved = (
-        f"all moved to the coordinates of {_name(step['target'])} first"
+        f"all moved to the coordinates of {_name(step['reference'])} first"
         if step["gauges"]
         else "as they are: nothing was aligned"
     )

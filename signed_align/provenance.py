@@ -67,8 +67,9 @@ def gauge_summary(gauge: Gauge) -> dict[str, Any]:
     """What a record keeps of a gauge: its content hash, its spaces, and how it was found."""
     kept = ("method", "objective", "group", "text_hash", "verdict", "seed", "inverted")
     known = gauge.provenance
+    stored = gauge.inverse() if known.get("inverted") else gauge  # as its file has it
     return {
-        "hash": gauge.content_hash,
+        "hash": stored.content_hash,
         "spaces": sorted({space.partition(":")[0] for space in gauge.elements}),
         **{key: known[key] for key in kept if key in known},
         **({"steps": len(known["path"])} if isinstance(known.get("path"), list) else {}),
@@ -198,14 +199,23 @@ def _is_step(step: Any) -> bool:
 
 
 def _words(step: Mapping[str, Any]) -> str:
-    names = [
-        f"{model['name']} ({str(model.get('fingerprint'))[:12]})" if model else "a model"
-        for model in (step.get("source"), step.get("target"))
-    ]
-    words = f"{step['action']:10}{names[0]} -> {names[1]}"
+    models = step.get("models")
+    sources = models if isinstance(models, list) else [step.get("source")]
+    words = f"{step['action']:10}{', '.join(map(_named, sources))} -> {_named(step.get('target'))}"
     gauge = step.get("gauge")
     if isinstance(gauge, dict):
         found = gauge.get("verdict")
         finding = f", {found['finding']}" if isinstance(found, dict) and "finding" in found else ""
-        words += f"  gauge {str(gauge.get('hash'))[:12]} ({gauge.get('method')}{finding})"
-    return words
+        inverse = "inverse of " if gauge.get("inverted") else ""
+        baseline = gauge.get("objective")
+        known = f", baseline {baseline}" if baseline in ("signed", "permutation") else ""
+        words += f"  gauge {inverse}{str(gauge.get('hash'))[:12]} "
+        words += f"({gauge.get('method')}{known}{finding})"
+    doubt = step.get("doubt")
+    return f"{words}  DOUBTFUL: {doubt}" if doubt else words
+
+
+def _named(model: Any) -> str:
+    if not isinstance(model, dict):
+        return "a model"
+    return f"{model.get('name')} ({str(model.get('fingerprint'))[:12]})"

@@ -46,7 +46,11 @@ LEAST_COSINE = 0.1
 
 
 def verified(
-    verify: bool | None, models: Sequence[Checkpoint], run: Callable[[], dict[str, Any]]
+    verify: bool | None,
+    models: Sequence[Checkpoint],
+    run: Callable[[], dict[str, Any]],
+    *,
+    unless: str | None = None,
 ) -> dict[str, Any]:
     """What a verification found, or why it was skipped.
 
@@ -59,6 +63,8 @@ def verified(
         The models that it has to run.
     run : callable
         The verification.
+    unless : str, optional
+        Why it is run only if it is asked for: what it would find is known.
 
     Raises
     ------
@@ -71,6 +77,8 @@ def verified(
         return {"skipped": "not asked for"}
     if verify:
         return run()
+    if unless is not None:
+        return {"skipped": unless}
     files = {file for model in models for file in model.files.values()}
     if sum(file.stat().st_size for file in files) > CHEAP_BYTES:
         return {"skipped": f"the models have more than {CHEAP_BYTES >> 30} GiB; --verify runs them"}
@@ -335,7 +343,8 @@ def verify_merge(
             f"too, but its logits differ by {measured['difference']:.2g} of the largest (at most "
             f"{MERGE_TOLERANCE:g} was expected): they are not aligned, or the recipe does not keep "
             "a function that they share (weights that do not add up to 1, a scale). "
-            "`signed-align diagnose` says what relates them; --no-verify keeps it all the same.",
+            "`signed-align diagnose` says what relates them, and `spaces: all` aligns all of them, "
+            "not the residual stream alone; --no-verify keeps it all the same.",
             measured,
         )
     return measured

@@ -70,7 +70,7 @@ def test_the_chain_of_a_ported_artifact(work, tmp_path):
     model, twin = str(work / "model"), str(work / "twin")
     assert names == [(model, twin), (twin, model)]
     assert [step["gauge"]["hash"] for step in shown["moves"]] == [
-        Gauge.load(gauge).content_hash, Gauge.load(gauge).inverse().content_hash,
+        Gauge.load(gauge).content_hash, Gauge.load(gauge).content_hash,
     ]  # fmt: skip
     assert all(step["command"].startswith("signed-align port ") for step in shown["moves"])
     assert shown["changed"] == []
@@ -113,8 +113,10 @@ def test_records_of_checkpoints_and_merges(work, tmp_path):
     shown = run_json("inspect", tmp_path / "merged")
     (step,) = shown["moves"]
     assert [model["name"] for model in step["models"]] == [str(work / "model"), str(work / "twin")]
-    assert step["target"]["name"] == str(work / "model")
+    assert step["target"]["name"] == str(tmp_path / "merged")
+    assert step["reference"]["name"] == str(work / "model")
     assert len(step["gauges"]) == 1
+    assert shown["changed"] == []
     card = (tmp_path / "merged" / "README.md").read_text()
     assert card.count(HEADING) == 1
     assert "Verified (equal: logits)" in card
@@ -301,11 +303,11 @@ def test_a_record_does_not_speak_for_what_was_made_anew(work, tmp_path):
     shutil.copy(work / "adapter" / "adapter_config.json", tmp_path / "there")
     file = tmp_path / "there" / "adapter_model.safetensors"
     save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(GaugeError, match="another checkpoint"):
+    with pytest.raises(GaugeError, match="other end of the gauge"):
         port(tmp_path / "there", gauge, tmp_path / "wrong", inverse=True)
     report = port(tmp_path / "there", gauge, tmp_path / "right")
     assert any("changed since" in note for note in report["notes"])
-    with pytest.raises(GaugeError, match="another checkpoint"):
+    with pytest.raises(GaugeError, match="other end of the gauge"):
         port(work / "adapter", gauge, tmp_path / "said", made_on=str(work / "twin"))
 
 

@@ -12,6 +12,7 @@ from signed_align.errors import VerificationError
 from signed_align.fit import check_gauge, rows_agreement
 from signed_align.verification import verify_gauge
 from tests import tiny
+from tests.test_lora import adapter_on
 from tests.test_recovery import add_tokenizer
 from tests.test_sae import build as build_sae
 
@@ -192,3 +193,16 @@ def test_a_merge_with_a_wrong_gauge_to_a_fine_tune(world, tmp_path):
     with pytest.raises(VerificationError, match="does not fit"):
         merge(tmp_path / "recipe.yml", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_artifact_in_spaces_that_the_gauge_lacks(world, tmp_path):
+    """A twin in residual stream and MLPs, through a gauge of the residual stream alone."""
+    root, gauge, to_tuned = world
+    adapter_on(root / "model", tmp_path / "mlp", target_modules=["down_proj"])
+    adapter_on(root / "model", tmp_path / "attention", target_modules=["q_proj"])
+    for one in (gauge, to_tuned):
+        alone = one.restricted(["residual"])
+        with pytest.raises(VerificationError, match=r"lives in mlp too.*--spaces all"):
+            port(tmp_path / "mlp", alone, tmp_path / "out")
+        port(tmp_path / "attention", alone, tmp_path / "out", force=True)
+        port(tmp_path / "mlp", one, tmp_path / "out", force=True)

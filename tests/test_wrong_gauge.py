@@ -273,7 +273,7 @@ def test_a_merge_of_twins_through_a_wrong_gauge_fails_verification(world, tmp_pa
         (tmp_path / f"{name}.yml").write_text(json.dumps(recipe))
     right = merge(tmp_path / "right.yml", tmp_path / "right", verify=True)
     assert right["verification"]["claim"] == "equal"
-    with pytest.raises(VerificationError, match="not aligned"):
+    with pytest.raises(VerificationError, match="does not fit"):
         merge(tmp_path / "wrong.yml", tmp_path / "wrong", verify=True)
     assert not (tmp_path / "wrong").exists()
 

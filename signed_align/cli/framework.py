@@ -99,6 +99,14 @@ class Commands(click.Group):
         context.meta[TYPED] = typed
         return context
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an interrupt while libraries are still imported is one, too."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("error: interrupted; no output was written.", err=True)
+            sys.exit(INTERRUPTED)
+
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="signed-align")

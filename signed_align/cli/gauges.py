@@ -124,12 +124,16 @@ def gauge_command(
         shuffle_pairs=shuffle_pairs,
         accept_weak=accept_weak,
     )
-    if verify is None and (objective != OBJECTIVES[0] or shuffle_pairs or accept_weak):
-        verify = False  # known to be wrong, or not to be relied on
+    unless = "a baseline, whose signs are known to be wrong" if objective != OBJECTIVES[0] else None
+    if shuffle_pairs or accept_weak:
+        unless = "it need not be reliable"
     ends = [Checkpoint.open(source), Checkpoint.open(target)]
     sentences = sentences_of(text)
     verification = verified(
-        verify, ends, lambda: verify_gauge(gauge, ends[0], ends[1], sentences, device=device)
+        verify,
+        ends,
+        lambda: verify_gauge(gauge, ends[0], ends[1], sentences, device=device),
+        unless=unless,
     )
     gauge = replace(gauge, provenance={**gauge.provenance, "verification": verification})
     gauge.save(out, force=force)
