@@ -117,7 +117,7 @@ def test_the_fingerprint_tells_twins_apart_and_ignores_shards(tmp_path):
 
 def test_a_gauge_of_another_source_is_refused_unless_accepted(tmp_path, twin):
     _, target, gauge = twin
-    with pytest.raises(GaugeError, match="made for another checkpoint"):
+    with pytest.raises(GaugeError, match="other end of the gauge"):
         apply(gauge, target, tmp_path / "out")
     unknown = Gauge(gauge.elements)
     with pytest.raises(GaugeError, match="does not say"):

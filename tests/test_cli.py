@@ -255,7 +255,7 @@ def test_bad_input_is_one_sentence_exit_code_2_and_no_output(work, tmp_path):
     fails("barrier", work / "source", work / "twin", *text, "--plot", out, match="image format")
     fails("scramble", damaged, "-o", out, match="truncated or damaged")
     fails("apply", gauge, wide, "-o", out, "--any-source", match="48 residual coordinates")
-    fails("apply", gauge, work / "twin", "-o", out, match="made for another checkpoint")
+    fails("apply", gauge, work / "twin", "-o", out, match="other end of the gauge")
     fails("apply", gauge, layer_norm, "-o", out, "--any-source", match="subtracts the mean")
     fails("apply", tmp_path / "none", work / "source", "-o", out, match="no gauge file")
     fails("apply", work / "text.txt", work / "source", "-o", out, match="safetensors")

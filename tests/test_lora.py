@@ -170,7 +170,7 @@ def test_a_tensor_that_is_not_understood_is_named(tmp_path, twin, name, shape):
 def test_an_adapter_of_another_model_is_refused(tmp_path, twin):
     source, target, gauge = twin
     adapter_on(target, tmp_path / "adapter", target_modules=["q_proj"])
-    with pytest.raises(GaugeError, match="another checkpoint"):
+    with pytest.raises(GaugeError, match="other end of the gauge"):
         port(tmp_path / "adapter", gauge, tmp_path / "ported")
     report = port(tmp_path / "adapter", gauge, tmp_path / "ported", any_source=True)
     assert not report["source_verified"]
