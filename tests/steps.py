@@ -45,8 +45,8 @@ def read(out):
     return (out.read_text(), said) if out.is_file() else None
 
 
-def outcome(work):
-    """The exit code of work in a copy of this process."""
+def started(work):
+    """The number of a copy of this process that does ``work`` and is gone afterwards."""
     child = os.fork()
     if not child:
         code = 1
@@ -55,6 +55,12 @@ def outcome(work):
             code = 0
         finally:
             os._exit(code)
+    return child
+
+
+def outcome(work):
+    """The exit code of work in a copy of this process."""
+    child = started(work)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

@@ -22,20 +22,23 @@ from signed_align.cli import main
 from signed_align.errors import OutputError, SignedAlignError, SourceError
 from signed_align.files import atomic_path, require_free
 from tests import tiny
-from tests.steps import RECORD, SYSTEMS, exchanges, limit, outcome, read, workplaces, write
+from tests.steps import (
+    RECORD,
+    SYSTEMS,
+    exchanges,
+    limit,
+    outcome,
+    read,
+    started,
+    workplaces,
+    write,
+)
 
 
 @contextmanager
 def forked(work):
     """Do something in a copy of this process, which is gone afterwards."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
+    child = started(work)
     try:
         yield child
     finally:
