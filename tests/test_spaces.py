@@ -9,7 +9,12 @@ from transformers import AutoConfig
 
 from signed_align import Checkpoint, Gauge, merge, recover, scramble
 from signed_align.barrier import measure_barrier
-from signed_align.errors import ChartError, GaugeError, UnreliableGaugeError
+from signed_align.errors import (
+    ChartError,
+    GaugeError,
+    UnreliableGaugeError,
+    VerificationError,
+)
 from signed_align.gauge import by_kind
 from signed_align.matching import Objective
 from signed_align.miniature import miniature_model
@@ -91,7 +96,10 @@ def test_a_recipe_aligns_every_space(tmp_path):
         made = recipe(
             tmp_path / f"{spaces}.yml", "signed_align", models, parameters={"spaces": spaces}
         )
-        merge(made, tmp_path / spaces, MergeOptions(quiet=True))
+        if not same:  # a twin in every space, aligned in one: this is noticed
+            with pytest.raises(VerificationError, match="spaces: all"):
+                merge(made, tmp_path / spaces, MergeOptions(quiet=True))
+        merge(made, tmp_path / spaces, MergeOptions(quiet=True), verify=same)
         change = tiny.relative_change(truth, tiny.logits(tiny.load(tmp_path / spaces)))
         assert (change <= 1e-5) is same, (spaces, change)
 
