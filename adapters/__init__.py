@@ -5,6 +5,7 @@ A family only labels tensors; :func:`port` moves them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -197,11 +198,11 @@ def port(
     -------
     dict
         ``name`` (of the file or directory), ``kind`` (what was recognised), ``out``, ``tensors``
-        (how many), ``made_on``, ``source_verified``, ``notes``, ``labels`` (how each tensor was
-        labelled), ``weak_energy``, ``weak_below`` and ``weakest_tensor`` (how much stands on
-        coordinates that the gauge is not sure of), ``left_out`` (weight files that do not belong
-        to the artifact), ``artifacts`` (the same of each, where there are several),
-        ``verification``.
+        (how many), ``made_on``, ``source_verified``, ``doubt`` (why its model does not seem to be
+        the gauge's), ``notes``, ``labels`` (how each tensor was labelled), ``weak_energy``,
+        ``weak_below`` and ``weakest_tensor`` (how much stands on coordinates that the gauge is not
+        sure of), ``left_out`` (weight files that do not belong to the artifact), ``artifacts``
+        (the same of each, where there are several), ``verification``.
 
     Raises
     ------
@@ -213,7 +214,7 @@ def port(
         If the artifact, or any tensor in it, is not understood.
     """
     path = Path(artifact)
-    if not path.exists():
+    if not os.path.exists(path):
         raise ArtifactError(f"there is no artifact at {path}.")
     sources = Sources.below(path)
     warn_of_verdict(gauge)
@@ -277,7 +278,7 @@ def _record(
 ) -> Record:
     """The record of an artifact after its move."""
     said = ("kind", "made_on", "source_verified", "doubt", "weak_energy", "verification")
-    return Record.of(artifact.path).then(
+    return Record.current(artifact.path).then(
         action="port",
         source=end(gauge.source),
         target=end(gauge.target),

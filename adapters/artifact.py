@@ -293,7 +293,7 @@ def move(
     ``kind``, ``tensors``, ``made_on``, ``source_verified``, ``notes``, ``labels``. Raises
     SignedAlignError if anything is not understood.
     """
-    record = Record.of(artifact.path)
+    record = Record.current(artifact.path)
     doubt = doubt_about(artifact, journey, record) if any_source else None
     verified = False if any_source else is_proved_source(artifact, journey, record)
     labels = artifact.explanation(journey.gauge)
@@ -317,15 +317,15 @@ def move(
         "notes": [
             *artifact.notes,
             *_unmoved(labels, journey.gauge),
-            *_changed_since(record, artifact.path),
+            *_changed_since(artifact.path),
         ],
         "labels": labels,
     }
 
 
-def _changed_since(record: Record, path: Path) -> list[str]:
+def _changed_since(path: Path) -> list[str]:
     """A note of files that are not what the last move wrote."""
-    changed = record.changed(path)
+    changed = Record.of(path).changed(path)
     return [f"changed since it was moved here: {', '.join(changed)}"] if changed else []
 
 

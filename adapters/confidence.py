@@ -12,7 +12,7 @@ from torch import Tensor
 from signed_align.adapters.artifact import Artifact
 from signed_align.errors import UnreliableGaugeError
 from signed_align.gauge import WEAK_MARGIN, Gauge
-from signed_align.labels import Axes, Label, transport
+from signed_align.labels import Axes, Fused, transport
 from signed_align.reliability import Verdict
 from signed_align.signed_permutation import SignedPermutation
 
@@ -108,17 +108,24 @@ def _tensors(artifact: Artifact) -> Iterator[tuple[str, Tensor, Axes]]:
 
 def _weak_share(tensor: Tensor, axes: Axes, marks: Mapping[str, Gauge]) -> float | None:
     """The share of a tensor's energy at entries that any axis marks; None if none can."""
-    labels: list[Label] = [label for label in dict.fromkeys(axes) if label is not None]
-    known = [(label, space) for label in labels for space in label.spaces if space in marks]
-    if not known:
-        return None
     masks = []
-    for label, space in known:
-        alone = tuple(other.signed_everywhere if other == label else None for other in axes)
-        here = [
-            size if other == label else 1 for size, other in zip(tensor.shape, axes, strict=True)
+    for position, label in enumerate(axes):
+        if label is None:
+            continue
+        covered = [position]
+        if isinstance(label, Fused) and label.span > 1:
+            covered = [place for place, other in enumerate(axes) if other == label]
+        if position != covered[0]:
+            continue
+        here = [size if place in covered else 1 for place, size in enumerate(tensor.shape)]
+        alone = [label.signed_everywhere if p in covered else None for p in range(len(axes))]
+        masks += [
+            transport(torch.ones(here), alone, marks[space]) < 0
+            for space in label.spaces
+            if space in marks
         ]
-        masks.append(transport(torch.ones(here), alone, marks[space]) < 0)
+    if not masks:
+        return None
     step = max(1, BLOCK_ENTRIES // max(1, tensor[:1].numel()))
     total, weak = 0.0, 0.0
     for start in range(0, len(tensor), step):

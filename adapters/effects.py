@@ -158,13 +158,22 @@ def verify_artifacts(
             continue
         try:
             before = measure(artifact.path, Task(ours, hook))
-            after = measure(place, Task(theirs, hook))
         except SignedAlignError as error:
             entry["skipped"] = str(error)
             continue
-        if not (torch.isfinite(before.value).all() and torch.isfinite(after.value).all()):
+        if not torch.isfinite(before.value).all():
             entry["skipped"] = "its effect is not finite"
             continue
+        try:
+            after = measure(place, Task(theirs, hook))
+            if not torch.isfinite(after.value).all():
+                raise ArtifactError("its effect is not finite.")
+        except SignedAlignError as error:
+            raise VerificationError(
+                f"{artifact.path.name} runs on {source.name}, and moved to {target.name} it does "
+                f"not: {error} Nothing was kept.",
+                {**found, "effects": effects},
+            ) from error
         entry |= _arrival(before, after)
         if entry["arrives"] is None:
             continue

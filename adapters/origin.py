@@ -46,7 +46,7 @@ def is_proved_source(artifact: Artifact, journey: Journey, record: Record) -> bo
                 "source and shares its coordinates."
             ) from error
         return True
-    moved = record if record.steps and not record.changed(artifact.path) else None
+    moved = record if record.steps else None
     said = [artifact.made_on, journey.made_on, _place(moved.target) if moved else None]
     names = list(dict.fromkeys(name for name in said if name))
     if not all(isinstance(name, str) for name in names):
@@ -134,9 +134,9 @@ def warn_if_foreign(path: Path, says: Mapping[str, Any], model: Checkpoint) -> N
     model : Checkpoint
         The model.
     """
-    record = Record.of(path)
+    record = Record.current(path)
     named = next((says[key] for key in MODEL_KEYS if isinstance(says.get(key), str)), None)
-    if record.target is not None and not record.changed(path):
+    if record.target is not None:
         if record.target.get("fingerprint") == model.identity.fingerprint:
             return
         named = record.target["name"]

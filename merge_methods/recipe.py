@@ -94,9 +94,18 @@ def reference_of(config: MergeConfiguration) -> str:
 
 def require_one_vocabulary(config: MergeConfiguration) -> None:
     """Raise if mergekit would fill in embedding rows of one model from another's coordinates."""
+    vocabularies = [vocabulary(GAUGES.checkpoint(model)) for model in config.referenced_models()]
+    known = [entry for entry in vocabularies if entry is not None]
+    for entry in known[1:]:
+        moved = [token for token, row in entry.items() if known[0].get(token, row) != row]
+        if moved:
+            raise ArtifactError(
+                f"the models of the recipe have {len(moved)} tokens, such as {moved[0]!r}, at "
+                "different rows of their embeddings, which would be averaged row by row: give the "
+                "models one vocabulary first."
+            )
     if config.tokenizer is None and config.tokenizer_source is None:
         return
-    vocabularies = [vocabulary(GAUGES.checkpoint(model)) for model in config.referenced_models()]
     plain = config.tokenizer is None or not config.tokenizer.tokens
     if not plain or any(entry != vocabularies[0] for entry in vocabularies):
         raise ArtifactError(

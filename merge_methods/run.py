@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def merge(
 
     options = options or MergeOptions()
     GAUGES.forget()
-    GAUGES.check = verify is not False
+    given = sentences_of(text) if text is not None else None
     source = read_text(recipe)
     content = parsed(source, recipe)
     try:
@@ -108,17 +107,25 @@ def merge(
     local = [path for path in named if os.path.isdir(path)]  # a name may be too long for a path
     read = [file for path in local for file in path.iterdir() if file.is_file()]
     sources = Sources.of(read)
+    if verify and not (reference and options.safe_serialization):
+        raise ArtifactError(
+            "only merges that align and write safetensors are verified; leave --verify out, or "
+            "merge with signed_align or signed_align_<method>."
+        )
     if reference:
         for path in local:
             Checkpoint.open(path)  # what is wrong with a model is said before mergekit sees it
     inputs = [*local, *gauge_files(content)]
     with atomic_path(Path(out), directory=True, force=force, inputs=inputs) as temporary:
+        GAUGES.check = verify is not False
         try:
             run_merge(config, str(temporary), options, config_source=source)
         except SignedAlignError:
             raise
         except Exception as error:  # mergekit and the Hub client raise errors of many kinds
             raise ArtifactError(f"mergekit could not merge: {one_line(error)}") from error
+        finally:
+            GAUGES.check = True
         if reference and options.safe_serialization:
             _require_complete(
                 Checkpoint.open(temporary), ModelReference.parse(reference), whole_models
@@ -132,8 +139,13 @@ def merge(
             result = Checkpoint.open(temporary)
             found = verified(
                 verify,
-                [*models, result],
-                partial(verify_merge, result, models, sentences_of(text), same_shape=whole_models),
+                [*models.values(), result],
+                lambda: verify_merge(
+                    result,
+                    list(models.values()),
+                    sentences_of(None) if given is None else given,
+                    same_shape=whole_models,
+                ),
                 unless=unless,
             )
             _record(temporary, out, models, reference, config.merge_method, source, found)
@@ -147,32 +159,34 @@ def merge(
     }
 
 
-def _inputs(config: MergeConfiguration, reference: str) -> list[Checkpoint]:
-    """The models of a recipe, each once, the reference first and the others by name."""
+def _inputs(config: MergeConfiguration, reference: str) -> dict[str, Checkpoint]:
+    """The models of a recipe by name, each once, the reference first."""
     models = {str(model): model for model in config.referenced_models()}
     names = sorted(models, key=lambda name: (name != reference, name))
-    return [GAUGES.checkpoint(models[name]) for name in names]
+    return {name: GAUGES.checkpoint(models[name]) for name in names}
 
 
 def _record(
     merged: Path,
     out: str | Path,
-    inputs: Sequence[Checkpoint],
+    inputs: Mapping[str, Checkpoint],
     reference: str,
     method: str,
     recipe: str,
     verification: Mapping[str, Any],
 ) -> None:
     """Leave the record of a merge, and its section in the model card."""
+    ends = {name: end(replace(model.identity, name=name)) for name, model in inputs.items()}
     result = replace(Checkpoint.open(merged).identity, name=str(out))
     record = Record().then(
         action="merge",
         merge_method=method,
         recipe_hash=text_hash([recipe]),
-        models=[end(model.identity) for model in inputs],
+        models=list(ends.values()),
         source=None,
         target=end(result),
-        reference=end(GAUGES.checkpoint(ModelReference.parse(reference)).identity),
+        reference=ends.get(reference)
+        or end(GAUGES.checkpoint(ModelReference.parse(reference)).identity),
         gauges=[gauge_summary(gauge) for gauge in GAUGES.in_use()],
         verification=dict(verification),
     )

@@ -18,6 +18,7 @@ from signed_align.gauge import WEAK_MARGIN, Gauge, ModelIdentity
 from signed_align.labels import kind_of, transport
 from signed_align.recovery import token_rows
 from signed_align.reliability import Verdict, sure_margin
+from signed_align.signed_permutation import SignedPermutation
 
 ROWS = 2048
 """Rows of the token matrices that a gauge is checked on where its models are at hand."""
@@ -88,18 +89,20 @@ def check_gauge(gauge: Gauge, spaces: Collection[str] = ()) -> dict[str, Any]:
     for model, require in ((source, gauge.require_source), (target, gauge.require_target)):
         if model is not None:
             require(model.identity)
+    if RESIDUAL.space in spaces and RESIDUAL.space not in gauge.elements and source is not None:
+        same = SignedPermutation.identity(source.chart.width)
+        gauge = replace(gauge, elements={**gauge.elements, RESIDUAL.space: same})
+    unmoved = set(spaces) - gauge.elements.keys()
+    if unmoved and source is not None and target is not None:
+        require_alike(gauge, source, target, unmoved)
     if source is None or target is None or RESIDUAL.space not in gauge.elements:
         missing = [end.name for end in (gauge.source, gauge.target) if end and not at_hand(end)]
         return {
             "skipped": f"{' and '.join(missing)} not at hand"
             if missing
-            else "the gauge does not have both its models and the residual stream"
+            else "the gauge does not name both its models, or does not move the residual stream"
         }
-    found = require_fit(gauge, source, target)
-    unmoved = set(spaces) - gauge.elements.keys()
-    if unmoved:
-        require_alike(gauge, source, target, unmoved)
-    return found
+    return require_fit(gauge, source, target)
 
 
 def require_fit(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, Any]:
@@ -137,9 +140,9 @@ def require_alike(
     VerificationError.
     """
     seen: dict[str, list[float]] = {}
-    for name in source.files:
+    for name, partner in source.chart.partners(source.files, target.files).items():
         shape = source.shape(name)
-        if name not in target.files or target.shape(name) != shape or len(shape) < 2:
+        if target.shape(partner) != shape or len(shape) < 2:
             continue
         axes = source.chart.axes(name, shape)
         here = {space for label in axes if label is not None for space in label.spaces}
@@ -147,13 +150,13 @@ def require_alike(
         known = here & gauge.elements.keys() - {RESIDUAL.space}
         if known or all(len(seen.get(kind, ())) >= WEIGHTS for kind in kinds):
             continue
-        moved, wanted = source.moved(gauge, name), target.tensor(name)
+        moved, wanted = source.moved(gauge, name), target.tensor(partner)
         x, y = (side.double().flatten() for side in (moved, wanted))
         cosine = float(x @ y / (x.norm() * y.norm()).clamp_min(1e-300))
         for kind in kinds:
             seen.setdefault(kind, []).append(cosine)
     apart = {kind: sum(cosines) / len(cosines) for kind, cosines in sorted(seen.items())}
-    apart = {kind: cosine for kind, cosine in apart.items() if cosine < LEAST_ALIKE}
+    apart = {kind: cosine for kind, cosine in apart.items() if not cosine >= LEAST_ALIKE}
     if apart:
         kind, cosine = next(iter(apart.items()))
         raise VerificationError(

@@ -177,7 +177,7 @@ class Gauge:
         _require("target", self.target, model, self.source)
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
-        """Write the gauge as one safetensors file; raises CheckpointError if ``path`` exists."""
+        """Write the gauge as one safetensors file; raises OutputError if ``path`` exists."""
         tensors: dict[str, Tensor] = {}
         spaces = {}
         for space, element in self.elements.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def inspect(thing: str) -> tuple[dict[str, Any], list[str]]:
     """
     data, lines = _describe(thing)
     path = Path(thing)
-    record = Record.of(path) if path.exists() else Record()
+    record = Record.of(path) if os.path.exists(path) else Record()
     if not record.steps:
         return data, lines
     changed = record.changed(path)
@@ -39,6 +40,8 @@ def _describe(thing: str) -> tuple[dict[str, Any], list[str]]:
     from signed_align.adapters import recognise
 
     path = Path(thing)
+    if not os.path.exists(path):
+        return _model(Checkpoint.open(thing))
     is_gauge = path.is_file() and Gauge.recognises(path)
     family = recognise(path) if path.exists() and not is_gauge else None
     if family is not None:
@@ -48,7 +51,7 @@ def _describe(thing: str) -> tuple[dict[str, Any], list[str]]:
             kind,
             *(f"  {key:24}{value}" for key, value in details.items() if value is not None),
         ]
-    if path.is_file() and path.suffix != ".safetensors":
+    if path.is_file() and path.suffix != ".safetensors" and not is_gauge:
         raise SignedAlignError(f"{path} is not a model, a gauge or an artifact.")
     if path.is_file():
         gauge = Gauge.load(path)

@@ -47,6 +47,13 @@ def add_section(directory: Path, record: Record, *, base: tuple[str, str] | None
     card.write_bytes(text.replace("\n", ending).encode("utf-8"))
 
 
+def renew_section(directory: Path, record: Record) -> None:
+    """As :func:`add_section`, for a card that has a section, which would be out of date."""
+    card = directory / CARD_NAME
+    if card.is_file() and HEADING.encode() in card.read_bytes():
+        add_section(directory, record)
+
+
 def without_section(text: str) -> str:
     """A card without what this package says in it."""
     return _SECTION.sub("\n\n", text)
@@ -114,7 +121,14 @@ def _merged(step: Mapping[str, Any]) -> str:
     return f"Merged by `{step['merge_method']}` from {models}, {moved}."
 
 
-_WORDS = {"port": _ported, "merge": _merged}
+def _applied(step: Mapping[str, Any]) -> str:
+    return (
+        f"This checkpoint was moved from the coordinates of {_name(step['source'])} to those of "
+        f"{_name(step['target'])} by `signed-align apply`."
+    )
+
+
+_WORDS = {"port": _ported, "merge": _merged, "apply": _applied}
 
 
 def _gauge_words(step: Mapping[str, Any]) -> str:

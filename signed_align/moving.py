@@ -23,6 +23,7 @@ from signed_align.checkpoint import (
 from signed_align.files import atomic_path
 from signed_align.fit import check_gauge
 from signed_align.gauge import Gauge
+from signed_align.model_card import renew_section
 from signed_align.progress import byte_meter
 from signed_align.provenance import Record, end, gauge_summary, is_record, stamp
 from signed_align.reliability import warn_of_verdict
@@ -88,6 +89,9 @@ def apply(
     if verify is not False:
         check_gauge(gauge)
     sentences = sentences_of(text) if text is not None else None
+    record = Record.of(checkpoint.path)
+    if record.target and record.target.get("fingerprint") != checkpoint.identity.fingerprint:
+        record = Record()  # of what it was before it was trained on
     shards = sorted(set(checkpoint.files.values()))
     with atomic_path(Path(out), directory=True, force=force, inputs=[checkpoint.path]) as temporary:
         meter = byte_meter("moving weights", sum(shard.stat().st_size for shard in shards))
@@ -112,14 +116,16 @@ def apply(
             [checkpoint, result],
             lambda: verify_same_function(checkpoint, result, sentences),
         )
-        Record.of(checkpoint.path).then(
+        record = record.then(
             action="apply",
             source=end(checkpoint.identity),
             target=end(replace(result.identity, name=str(out))),
             gauge=gauge_summary(gauge),
             any_source=any_source,
             verification=verification,
-        ).save(temporary)
+        )
+        record.save(temporary)
+        renew_section(temporary, record)
         sources.require_unchanged()
         fingerprint = result.identity.fingerprint
     return {

@@ -88,7 +88,7 @@ class Record:
     Parameters
     ----------
     steps : sequence of dict
-        Each has ``action`` (``port``, ``apply``, ``scramble``, ``merge``), the ``source`` and
+        Each has ``action`` (``port``, ``apply``, ``merge``), the ``source`` and
         ``target`` models, the ``gauge``, and what was said of it; ``versions`` and ``command``.
     files : mapping of str to str
         SHA-256 of the files that the last step wrote, by relative path; empty for checkpoints,
@@ -128,6 +128,12 @@ class Record:
                 "it says of the artifact does not matter."
             ) from error
         return cls(tuple(steps), files)
+
+    @classmethod
+    def current(cls, output: Path) -> Record:
+        """The record of an artifact, if its files are still what the last step wrote; else none."""
+        record = cls.of(output)
+        return cls() if record.changed(output) else record
 
     @property
     def target(self) -> Mapping[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Which checkpoints are refused before anything is read: quantised ones, and absurd configs.
+"""Which checkpoints are refused: quantised ones, absurd configs, and weights that are not finite.
 
 Packed weights have no axis that a permutation could act on, and their scales belong to groups of
 coordinates. A checkpoint of packed weights mostly says so in its config; where it does not, the

@@ -264,7 +264,7 @@ def verify_gauge(
         "weights": _cosines(gauge, source, target),
     }
     least = EQUAL_COSINE if equal else LEAST_COSINE
-    apart = [kind for kind, cosine in found["weights"].items() if cosine < least]
+    apart = [kind for kind, cosine in found["weights"].items() if not cosine >= least]
     ends = f"{source.name} and {target.name}"
     if equal and found["disagree"] > 0:
         raise VerificationError(
@@ -367,9 +367,9 @@ def loss_of(logits: Tensor, todo: Sequence[Batch]) -> float:
 def _cosines(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, float]:
     """For each kind of space beside the residual stream: the cosine of the weights it moves."""
     products: dict[str, list[float]] = {}
-    for name in source.files:
+    for name, partner in source.chart.partners(source.files, target.files).items():
         shape = source.shape(name)
-        if name not in target.files or target.shape(name) != shape:
+        if target.shape(partner) != shape:
             continue
         axes = source.chart.axes(name, shape)
         spaces = {space for label in axes if label is not None for space in label.spaces}
@@ -378,7 +378,7 @@ def _cosines(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, 
         if not kinds or not inside <= gauge.elements.keys() or len(shape) < 2:
             continue
         moved = source.moved(gauge, name).double()
-        wanted = target.tensor(name).double()
+        wanted = target.tensor(partner).double()
         for kind in kinds:
             sums = products.setdefault(kind, [0.0, 0.0, 0.0])
             for place, (x, y) in enumerate([(moved, wanted), (moved, moved), (wanted, wanted)]):

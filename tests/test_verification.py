@@ -206,3 +206,14 @@ def test_an_artifact_in_spaces_that_the_gauge_lacks(world, tmp_path):
             port(tmp_path / "mlp", alone, tmp_path / "out")
         port(tmp_path / "attention", alone, tmp_path / "out", force=True)
         port(tmp_path / "mlp", one, tmp_path / "out", force=True)
+
+
+def test_both_axes_of_a_square_matrix_are_weak(world):
+    """Marks of two axes of one space do not cancel."""
+    from signed_align import Axis
+    from signed_align.adapters.confidence import _marks, _weak_share
+
+    gauge = replace(world[1], margins={"residual": torch.zeros(tiny.WIDTH)})
+    square, axis = torch.randn(tiny.WIDTH, tiny.WIDTH), Axis("residual")
+    assert _weak_share(square, (axis, axis), _marks(gauge, 0.05)) == 1
+    assert _weak_share(square, (axis, None), _marks(gauge, 0.05)) == 1

@@ -104,7 +104,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            click.echo("error: interrupted; no output was written.", err=True)
+            click.echo("error: interrupted; no partial output was left.", err=True)
             sys.exit(INTERRUPTED)
 
 
@@ -162,7 +162,7 @@ def _run(
         except SignedAlignError as error:
             _fail(str(error), error.exit_code, as_json, **error.details)
         except KeyboardInterrupt:
-            _fail("interrupted; no output was written.", INTERRUPTED, as_json)
+            _fail("interrupted; no partial output was left.", INTERRUPTED, as_json)
         except Exception as error:
             if TRACEBACK in os.environ:
                 traceback.print_exc()
@@ -233,7 +233,7 @@ def plotted(plot: Path | None) -> list[str]:
 
 def directories(*models: str) -> list[Path]:
     """Those of the models that are local directories."""
-    return [Path(model) for model in models if Path(model).is_dir()]
+    return [Path(model) for model in models if os.path.isdir(model)]
 
 
 def given(*files: Path | None) -> list[Path]:

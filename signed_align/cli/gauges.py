@@ -128,11 +128,10 @@ def gauge_command(
     if shuffle_pairs or accept_weak:
         unless = "it need not be reliable"
     ends = [Checkpoint.open(source), Checkpoint.open(target)]
-    sentences = sentences_of(text)
     verification = verified(
         verify,
         ends,
-        lambda: verify_gauge(gauge, ends[0], ends[1], sentences, device=device),
+        lambda: verify_gauge(gauge, ends[0], ends[1], sentences_of(text), device=device),
         unless=unless,
     )
     gauge = replace(gauge, provenance={**gauge.provenance, "verification": verification})

@@ -88,7 +88,10 @@ def diagnose_command(
     lines.append(found.advice)
     if found.next is not None:
         lines.append(f"Next: {found.next}")
-    return Report(found.to_dict(), lines + (plotted(plot) if gauge is not None else []))
+    drawn = plot if gauge is not None else None
+    return Report(
+        {**found.to_dict(), "plot": str(drawn) if drawn else None}, lines + plotted(drawn)
+    )
 
 
 @command("support")
