@@ -315,7 +315,7 @@ def test_vocabularies_are_not_mixed_before_they_are_aligned(tmp_path, family):
     add_tokenizer(tmp_path / "twin", CHARACTERS[:60])
     models = {tmp_path / "base": {"weight": 1}, tmp_path / "twin": {"weight": 1}}
     file = recipe(tmp_path / "r.yml", "signed_align", models, tokenizer_source="union")
-    with pytest.raises(SignedAlignError, match="mix their coordinates|row by row"):
+    with pytest.raises(SignedAlignError, match=r"mix their coordinates|row by row"):
         merge(file, tmp_path / "out", QUIET)
     add_tokenizer(tmp_path / "twin")
     merge(file, tmp_path / "out", QUIET)
