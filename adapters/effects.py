@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,8 @@ from signed_align.checkpoint import Checkpoint
 from signed_align.errors import ArtifactError, SignedAlignError, VerificationError, one_line
 from signed_align.fit import at_hand
 from signed_align.gauge import Gauge
-from signed_align.verification import (
-    Side,
-    look,
-    paired_tokens,
-    sample,
-    verify_gauge,
-)
+from signed_align.running import Side, look
+from signed_align.verification import sides, verify_sides
 
 LEAST_ARRIVAL = 0.1
 """An effect of which less arrives has not arrived."""
@@ -100,10 +95,8 @@ def dictionary_effect(place: Path, task: Task) -> Effect:
 
 
 def _added_to_logits(task: Task, change: Callable[[Any], Any]) -> Effect:
-    with_it, without = (
-        look(task.model, task.side.todo, change=one).logits[:, task.side.rows]
-        for one in (change, nullcontext)
-    )
+    side, without = task.side, task.side.logits
+    with_it = look(side.model, side.todo, change=change).logits[:, side.rows]
     return Effect(with_it - without, ROUNDING * float(without.abs().max()))
 
 
@@ -147,8 +140,8 @@ def verify_artifacts(
             f"--verify runs both models of the gauge, and {end.name if end else 'one'} is not at "
             "hand: run it where the model lies under that name, or leave --verify out."
         )
-    found = verify_gauge(gauge, source, target, sentences)
-    ours, theirs = paired_tokens(source, target, sample(source, sentences))
+    ours, theirs = sides(source, target, sentences)
+    found = verify_sides(gauge, ours, theirs)
     effects = []
     for artifact, place, measure in artifacts:
         entry: dict[str, Any] = {"artifact": artifact.path.name, "kind": artifact.kind}

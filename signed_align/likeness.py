@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signed_align.activations import Batch, load_model, sentences_of, some_tokens, typical
+from signed_align.activations import Batch, sentences_of, some_tokens, typical
 from signed_align.chart import RESIDUAL
 from signed_align.checkpoint import Checkpoint
-from signed_align.errors import CheckpointError
-from signed_align.progress import track
 from signed_align.recovery import paired_rows
+from signed_align.running import paired_tokens, shared_rows
 from signed_align.signed_permutation import SignedPermutation
 
 LEAST_SAMPLE = 4096
@@ -196,50 +195,9 @@ def compare_functions(
     CheckpointError
         If a model cannot be run, or its logits are not finite.
     """
-    shared = shared_rows(source, target, moved)
-    said, todo = _tokens(source, text, shared[0], seed)
-    tables = translation(shared, 1 + max(int(batch.input_ids.max()) for batch in todo))
-    logits = [
-        list(
-            _logits(end, [Batch(table[b.input_ids], b.attention_mask) for b in todo], rows, device)
-        )
-        for end, table, rows in zip((source, target), tables, shared, strict=True)
-    ]
-    sums = _Sums()
-    for x, y in zip(*logits, strict=True):
-        sums.add(x, y)
-    if not math.isfinite(sums.difference + sums.total):
-        raise CheckpointError(
-            f"the logits of {source.name} or {target.name} are not finite, so they cannot be "
-            "compared; check the weights of both."
-        )
-    return sums.agreement(said)
-
-
-def _logits(
-    checkpoint: Checkpoint, todo: Sequence[Batch], rows: Tensor, device: str
-) -> Iterator[Tensor]:
-    """The logits of some rows of the vocabulary, for every batch; one model is in memory."""
-    model = load_model(checkpoint, head=True, dtype=torch.float32, device=device)
-    for batch in track(todo, f"running {checkpoint.name}", unit="batch"):
-        batch = batch.to(device)
-        out = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-        yield out.logits[batch.attention_mask.bool()].float().cpu()[:, rows]
-
-
-def shared_rows(
-    source: Checkpoint, target: Checkpoint, moved: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The rows of the tokens that both have, in both."""
-    counts = [
-        min(end.shape(name)[0] for name in end.chart.token_matrices(end.files))
-        for end in (source, target)
-    ]
-    if moved is None:
-        same = torch.arange(min(counts))
-        return same, same
-    present = (moved[0] < counts[0]) & (moved[1] < counts[1])
-    return moved[0, present], moved[1, present]
+    said, todo = _tokens(source, text, shared_rows(source, target, moved)[0], seed)
+    ours, theirs = paired_tokens(source, target, todo, moved, device=device)
+    return _agreement(ours.logits, theirs.logits, said)
 
 
 def _tokens(
@@ -254,43 +212,18 @@ def _tokens(
     return "the language reference of Python" if text is None else "the given text", todo
 
 
-def translation(shared: tuple[Tensor, Tensor], size: int) -> tuple[Tensor, Tensor]:
-    """For both models, by a token of the source below ``size``, the token to run instead."""
-    ours, theirs = shared
-    within = ours < size
-    tables = torch.full((size,), int(ours[0])), torch.full((size,), int(theirs[0]))
-    for table, rows in zip(tables, shared, strict=True):
-        table[ours[within]] = rows[within]
-    return tables
+def _agreement(ours: Tensor, theirs: Tensor, text: str) -> Agreement:
+    same = float((ours.argmax(1) == theirs.argmax(1)).double().mean())
+    x, y = _contextual(ours), _contextual(theirs)
+    total = _squares(x) + _squares(y)
+    r2 = 1 - 2 * _squares(x - y) / total if total > 0 else 0.0
+    return Agreement(len(ours), text, r2, same)
 
 
-class _Sums:
-    """What an :class:`Agreement` is made of, summed over tokens."""
-
-    def __init__(self) -> None:
-        self.tokens, self.same = 0, 0
-        self.difference, self.total = 0.0, 0.0
-        self._columns: list[Tensor] = []
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        self.tokens += len(x)
-        self.same += int((x.argmax(1) == y.argmax(1)).sum())
-        x, y = (logits - logits.mean(1, keepdim=True) for logits in (x, y))
-        self.difference += _squares(x - y)
-        self.total += _squares(x) + _squares(y)
-        sums = [x.sum(0, dtype=torch.float64), y.sum(0, dtype=torch.float64)]
-        self._columns = (
-            [old + new for old, new in zip(self._columns, sums, strict=True)]
-            if self._columns
-            else sums
-        )
-
-    def agreement(self, text: str) -> Agreement:
-        x, y = (column / self.tokens for column in self._columns)
-        difference = self.difference - self.tokens * _squares(x - y)
-        total = self.total - self.tokens * (_squares(x) + _squares(y))
-        r2 = 1 - 2 * difference / total if total > 0 else 0.0
-        return Agreement(self.tokens, text, min(r2, 1.0), self.same / self.tokens)
+def _contextual(logits: Tensor) -> Tensor:
+    """Logits less the mean of each token's and that of each vocabulary entry."""
+    centred = logits.double() - logits.double().mean(1, keepdim=True)
+    return centred - centred.mean(0)
 
 
 def _squares(tensor: Tensor) -> float:

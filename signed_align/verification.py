@@ -7,23 +7,21 @@ trained apart agree to some extent, which is measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from signed_align.activations import Batch, load_model, some_tokens
+from signed_align.activations import Batch, some_tokens
 from signed_align.chart import RESIDUAL
 from signed_align.checkpoint import Checkpoint
-from signed_align.errors import CheckpointError, SignedAlignError, VerificationError, one_line
+from signed_align.errors import CheckpointError, SignedAlignError, VerificationError
 from signed_align.fit import require_fit, share_of, sure_coordinates
 from signed_align.gauge import Gauge
 from signed_align.labels import kind_of, transport
-from signed_align.likeness import shared_rows, translation
 from signed_align.recovery import moved_tokens
+from signed_align.running import Side, look, paired_tokens
 
 TOKENS = 256
 """How many tokens a verification runs on."""
@@ -97,85 +95,16 @@ def sample(checkpoint: Checkpoint, sentences: Sequence[str] | None = None) -> li
     return some_tokens(checkpoint, sentences, rows, max_tokens=TOKENS, seed=1)[0]
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What a model computes on some tokens.
-
-    ``logits`` has shape (tokens, vocabulary), ``states`` (hidden states, tokens, d).
-    """
-
-    logits: Tensor
-    states: Tensor
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of two models: the tokens that it runs on, and which logits both have, in one order."""
-
-    model: Checkpoint
-    todo: Sequence[Batch]
-    rows: Tensor
-
-
-def paired_tokens(
-    source: Checkpoint, target: Checkpoint, todo: Sequence[Batch]
-) -> tuple[Side, Side]:
-    """The same tokens for both models, whose tokenizers may number them differently.
-
-    Tokens that only the source has are replaced by one that both have.
-    """
-    shared = shared_rows(source, target, moved_tokens(source, target))
-    size = 1 + max(int(batch.input_ids.max()) for batch in todo)
-    sides = [
-        Side(model, [Batch(table[b.input_ids], b.attention_mask) for b in todo], rows)
-        for model, table, rows in zip(
-            (source, target), translation(shared, size), shared, strict=True
-        )
-    ]
-    return sides[0], sides[1]
-
-
-def look(
-    checkpoint: Checkpoint,
-    todo: Sequence[Batch],
+def sides(
+    source: Checkpoint,
+    target: Checkpoint,
+    sentences: Sequence[str] | None = None,
     *,
-    change: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     device: str = "cpu",
-) -> Seen:
-    """Run a causal language model in float32, as it is or as ``change`` makes it.
-
-    Raises CheckpointError if it cannot be run, or if its logits are not finite: then nothing can
-    be compared.
-    """
-    named = [str(name) for name in checkpoint.settings.get("architectures") or ()]
-    if any("Classification" in name for name in named):
-        raise CheckpointError(
-            f"{checkpoint.name} is a classifier ({named[0]}); only causal language models are run."
-        )
-    network = load_model(checkpoint, head=True, dtype=torch.float32, device=device)
-    logits, states = [], []
-    with torch.inference_mode(), change(network) as model:
-        for batch in todo:
-            mask = batch.attention_mask.bool()
-            try:
-                found = model(
-                    input_ids=batch.input_ids.to(device),
-                    attention_mask=batch.attention_mask.to(device),
-                    output_hidden_states=True,
-                    use_cache=False,
-                )
-            except (RuntimeError, IndexError, ValueError, TypeError) as error:
-                raise CheckpointError(
-                    f"{checkpoint.name} does not run: {one_line(error)}"
-                ) from error
-            here = slice(-mask.shape[1], None)  # a soft prompt stands in front
-            logits.append(found.logits[:, here].cpu()[mask].float())
-            inside = [state[:, here].cpu()[mask].float() for state in found.hidden_states]
-            states.append(torch.stack(inside))
-    seen = Seen(torch.cat(logits), torch.cat(states, dim=1))
-    if not torch.isfinite(seen.logits).all():
-        raise CheckpointError(f"the logits of {checkpoint.name} are not finite.")
-    return seen
+) -> tuple[Side, Side]:
+    """Both models, to be run on the same few tokens."""
+    todo = sample(source, sentences)
+    return paired_tokens(source, target, todo, moved_tokens(source, target), device=device)
 
 
 def agreement(ours: Tensor, theirs: Tensor) -> dict[str, float]:
@@ -240,15 +169,19 @@ def verify_gauge(
     VerificationError
         If the claim does not hold.
     """
+    return verify_sides(gauge, *sides(source, target, sentences, device=device))
+
+
+def verify_sides(gauge: Gauge, ours: Side, theirs: Side) -> dict[str, Any]:
+    """As :func:`verify_gauge`, for models that are run on given tokens."""
+    source, target = ours.model, theirs.model
     if RESIDUAL.space in gauge.elements:
         require_fit(gauge, source, target)
-    pair = paired_tokens(source, target, sample(source, sentences))
-    ours, theirs = (look(one.model, one.todo, device=device) for one in pair)
-    functions = agreement(ours.logits[:, pair[0].rows], theirs.logits[:, pair[1].rows])
+    functions = agreement(ours.logits, theirs.logits)
     equal = functions["difference"] <= TOLERANCE
-    moved = transport(ours.states, (None, None, RESIDUAL), gauge)
-    off = (moved - theirs.states).flatten(0, 1).double().norm(dim=0)
-    norm = theirs.states.flatten(0, 1).double().norm(dim=0)
+    moved, wanted = transport(ours.seen.states, (None, None, RESIDUAL), gauge), theirs.seen.states
+    off = (moved - wanted).flatten(0, 1).double().norm(dim=0)
+    norm = wanted.flatten(0, 1).double().norm(dim=0)
     alive = norm > 0
     ratio = off[alive] / norm[alive]
     wrong = ratio > 10 * TOLERANCE
