@@ -239,11 +239,15 @@ def port(
     left_out: list[str] = []
     with atomic_path(Path(out), directory=path.is_dir(), force=force, inputs=[path]) as temporary:
         places = {one: temporary / one.path.relative_to(path) for one in found}
+        records = {one: Record.current(one.path) for one in found}
         for one, confidence in zip(found, confidences, strict=True):
             if one.path.is_dir():
                 places[one].mkdir(parents=True, exist_ok=True)
             name = str(one.path.relative_to(path)) if len(found) > 1 else one.path.name
-            report = move(one, journey, places[one], any_source=any_source)
+            record, changed = records[one]
+            report = move(one, journey, places[one], record, any_source=any_source)
+            if changed:
+                report["notes"].append(f"changed since it was moved here: {', '.join(changed)}")
             reports.append({"name": name, **report, **confidence.to_dict()})
         if path.is_dir():
             left_out = leftovers(path, found, findings.left_out, temporary)
@@ -255,7 +259,8 @@ def port(
             "verification": verification,
         }
         for (one, place), report in zip(places.items(), reports, strict=True):
-            record = _record(one, gauge, {**report, "verification": verification}, any_source)
+            step = {**report, "verification": verification}
+            record = _moved_on(records[one][0], gauge, step, any_source)
             if place.is_dir() and one.made_on and journey.target:
                 add_section(place, record, base=(one.made_on, journey.target))
             record.save(place, [temporary / file.relative_to(path) for file in one.files])
@@ -273,12 +278,10 @@ def port(
     }
 
 
-def _record(
-    artifact: Artifact, gauge: Gauge, report: Mapping[str, Any], any_source: bool
-) -> Record:
+def _moved_on(record: Record, gauge: Gauge, report: Mapping[str, Any], any_source: bool) -> Record:
     """The record of an artifact after its move."""
     said = ("kind", "made_on", "source_verified", "doubt", "weak_energy", "verification")
-    return Record.current(artifact.path).then(
+    return record.then(
         action="port",
         source=end(gauge.source),
         target=end(gauge.target),

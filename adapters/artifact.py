@@ -22,7 +22,7 @@ from signed_align.errors import (
 )
 from signed_align.gauge import Gauge, ModelIdentity
 from signed_align.hooks import Hook, block_count, find_hook, width_at
-from signed_align.labels import Axes, Label, axes_text, element_of, kind_of, moves
+from signed_align.labels import Axes, Label, axes_text, element_of, kind_of, moves, spaces_of
 from signed_align.progress import track
 from signed_align.provenance import Record, is_record
 from signed_align.signed_permutation import SignedPermutation
@@ -285,15 +285,15 @@ class Family(Protocol):
 
 
 def move(
-    artifact: Artifact, journey: Journey, out: Path, *, any_source: bool = False
+    artifact: Artifact, journey: Journey, out: Path, record: Record, *, any_source: bool = False
 ) -> dict[str, Any]:
     """Write ``artifact``, moved, to the file ``out`` or into the directory ``out``, which exists.
 
-    Files of the directory that belong to no artifact are left to the caller. Returns a report:
+    ``record`` is that of its earlier moves, as far as it still holds. Files of the directory that
+    belong to no artifact are left to the caller. Returns a report:
     ``kind``, ``tensors``, ``made_on``, ``source_verified``, ``notes``, ``labels``. Raises
     SignedAlignError if anything is not understood.
     """
-    record = Record.current(artifact.path)
     doubt = doubt_about(artifact, journey, record) if any_source else None
     verified = False if any_source else is_proved_source(artifact, journey, record)
     labels = artifact.explanation(journey.gauge)
@@ -314,19 +314,9 @@ def move(
         "made_on": artifact.made_on or journey.made_on or (record.target or {}).get("name"),
         "source_verified": verified,
         "doubt": doubt,
-        "notes": [
-            *artifact.notes,
-            *_unmoved(labels, journey.gauge),
-            *_changed_since(artifact.path),
-        ],
+        "notes": [*artifact.notes, *_unmoved(labels, journey.gauge)],
         "labels": labels,
     }
-
-
-def _changed_since(path: Path) -> list[str]:
-    """A note of files that are not what the last move wrote."""
-    changed = Record.of(path).changed(path)
-    return [f"changed since it was moved here: {', '.join(changed)}"] if changed else []
 
 
 def _is_below(number: str, count: int) -> bool:
@@ -351,8 +341,7 @@ def leftovers(
 
 
 def _spaces(axes: Axes) -> set[str]:
-    found = {space for label in axes if label is not None for space in label.spaces}
-    return found - {VOCABULARY.space}
+    return spaces_of(axes) - {VOCABULARY.space}
 
 
 def _unmoved(labels: Sequence[Mapping[str, Any]], gauge: Gauge) -> list[str]:

@@ -49,8 +49,6 @@ def is_proved_source(artifact: Artifact, journey: Journey, record: Record) -> bo
     moved = record if record.steps else None
     said = [artifact.made_on, journey.made_on, _place(moved.target) if moved else None]
     names = list(dict.fromkeys(name for name in said if name))
-    if not all(isinstance(name, str) for name in names):
-        raise ArtifactError(f"{what} names its model by {names[0]!r}, not by a name.")
     if moved is not None and moved.target is None:
         raise ArtifactError(
             f"{what} was moved through a gauge that does not say where it leads, so it is not "
@@ -106,7 +104,7 @@ def doubt_about(artifact: Artifact, journey: Journey, record: Record) -> str | N
     """
     home = Checkpoint.open(artifact.path) if artifact.identity else None
     for name in (_place(record.target), artifact.made_on, journey.made_on):
-        home = home or (find(name) if isinstance(name, str) else None)
+        home = home or (find(name) if name else None)
     source = at_hand(journey.gauge.source)
     if home is None or source is None or home.identity.fingerprint == source.identity.fingerprint:
         return None
@@ -134,7 +132,7 @@ def warn_if_foreign(path: Path, says: Mapping[str, Any], model: Checkpoint) -> N
     model : Checkpoint
         The model.
     """
-    record = Record.current(path)
+    record, _ = Record.current(path)
     named = next((says[key] for key in MODEL_KEYS if isinstance(says.get(key), str)), None)
     if record.target is not None:
         if record.target.get("fingerprint") == model.identity.fingerprint:

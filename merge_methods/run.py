@@ -20,7 +20,7 @@ from signed_align.activations import sentences_of
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import ArtifactError, SignedAlignError, one_line
 from signed_align.files import atomic_path
-from signed_align.matching import Objective
+from signed_align.gauge import BASELINES
 from signed_align.merge_methods.align import GAUGES, NO_ALIGNMENT, AlignedMergeMethod
 from signed_align.merge_methods.recipe import (
     gauge_files,
@@ -35,9 +35,6 @@ from signed_align.model_card import add_section
 from signed_align.provenance import Record, end, gauge_summary, text_hash
 from signed_align.sources import Sources
 from signed_align.verification import verified, verify_merge
-
-BASELINES = (Objective.SIGNED.value, Objective.PERMUTATION.value, NO_ALIGNMENT)
-"""Objectives that are known to be wrong, so that what they make is run only if asked for."""
 
 
 def merge(
@@ -126,17 +123,14 @@ def merge(
             raise ArtifactError(f"mergekit could not merge: {one_line(error)}") from error
         finally:
             GAUGES.check = True
-        if reference and options.safe_serialization:
-            _require_complete(
-                Checkpoint.open(temporary), ModelReference.parse(reference), whole_models
-            )
         found = {"skipped": "the recipe does not align, or does not write safetensors"}
         if reference and options.safe_serialization:
+            result = Checkpoint.open(temporary)
+            _require_complete(result, ModelReference.parse(reference), whole_models)
             models = _inputs(config, reference)
             unless = None if whole_models else "a recipe of slices makes a model unlike its inputs"
-            if config.parameters.get("objective") in BASELINES:
+            if config.parameters.get("objective") in (*BASELINES, NO_ALIGNMENT):
                 unless = "a baseline, or nothing is aligned"
-            result = Checkpoint.open(temporary)
             found = verified(
                 verify,
                 [*models.values(), result],
@@ -148,7 +142,7 @@ def merge(
                 ),
                 unless=unless,
             )
-            _record(temporary, out, models, reference, config.merge_method, source, found)
+            _record(result, out, models, reference, config.merge_method, source, found)
         sources.require_unchanged()
     return {
         "out": str(out),
@@ -167,7 +161,7 @@ def _inputs(config: MergeConfiguration, reference: str) -> dict[str, Checkpoint]
 
 
 def _record(
-    merged: Path,
+    merged: Checkpoint,
     out: str | Path,
     inputs: Mapping[str, Checkpoint],
     reference: str,
@@ -177,21 +171,20 @@ def _record(
 ) -> None:
     """Leave the record of a merge, and its section in the model card."""
     ends = {name: end(replace(model.identity, name=name)) for name, model in inputs.items()}
-    result = replace(Checkpoint.open(merged).identity, name=str(out))
     record = Record().then(
         action="merge",
         merge_method=method,
         recipe_hash=text_hash([recipe]),
         models=list(ends.values()),
         source=None,
-        target=end(result),
+        target=end(replace(merged.identity, name=str(out))),
         reference=ends.get(reference)
         or end(GAUGES.checkpoint(ModelReference.parse(reference)).identity),
         gauges=[gauge_summary(gauge) for gauge in GAUGES.in_use()],
         verification=dict(verification),
     )
-    record.save(merged)
-    add_section(merged, record)
+    record.save(merged.path)
+    add_section(merged.path, record)
 
 
 def _require_complete(merged: Checkpoint, model: ModelReference, whole_models: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from signed_align.chart import RESIDUAL
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import SignedAlignError, VerificationError
 from signed_align.gauge import WEAK_MARGIN, Gauge, ModelIdentity
-from signed_align.labels import kind_of, transport
+from signed_align.labels import kind_of, spaces_of, transport
 from signed_align.recovery import token_rows
 from signed_align.reliability import Verdict, sure_margin
 from signed_align.signed_permutation import SignedPermutation
@@ -96,7 +96,8 @@ def check_gauge(gauge: Gauge, spaces: Collection[str] = ()) -> dict[str, Any]:
     if unmoved and source is not None and target is not None:
         require_alike(gauge, source, target, unmoved)
     if source is None or target is None or RESIDUAL.space not in gauge.elements:
-        missing = [end.name for end in (gauge.source, gauge.target) if end and not at_hand(end)]
+        ends = ((gauge.source, source), (gauge.target, target))
+        missing = [end.name for end, found in ends if end and not found]
         return {
             "skipped": f"{' and '.join(missing)} not at hand"
             if missing
@@ -131,6 +132,18 @@ def require_fit(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[st
     return found
 
 
+def matrices(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[str, str, set[str]]]:
+    """The weights of two axes or more that both models have in one shape.
+
+    Yields the source's and the target's name, and the spaces that the weight indexes beside the
+    residual stream.
+    """
+    for name, partner in source.chart.partners(source.files, target.files).items():
+        shape = source.shape(name)
+        if len(shape) >= 2 and target.shape(partner) == shape:
+            yield name, partner, spaces_of(source.chart.axes(name, shape)) - {RESIDUAL.space}
+
+
 def require_alike(
     gauge: Gauge, source: Checkpoint, target: Checkpoint, spaces: Collection[str]
 ) -> None:
@@ -140,15 +153,11 @@ def require_alike(
     VerificationError.
     """
     seen: dict[str, list[float]] = {}
-    for name, partner in source.chart.partners(source.files, target.files).items():
-        shape = source.shape(name)
-        if target.shape(partner) != shape or len(shape) < 2:
-            continue
-        axes = source.chart.axes(name, shape)
-        here = {space for label in axes if label is not None for space in label.spaces}
-        kinds = {kind_of(space) for space in here & set(spaces)} - {RESIDUAL.space}
-        known = here & gauge.elements.keys() - {RESIDUAL.space}
-        if known or all(len(seen.get(kind, ())) >= WEIGHTS for kind in kinds):
+    for name, partner, here in matrices(source, target):
+        kinds = {kind_of(space) for space in here & set(spaces)}
+        if here & gauge.elements.keys() or all(
+            len(seen.get(kind, ())) >= WEIGHTS for kind in kinds
+        ):
             continue
         moved, wanted = source.moved(gauge, name), target.tensor(partner)
         x, y = (side.double().flatten() for side in (moved, wanted))

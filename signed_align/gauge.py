@@ -26,6 +26,9 @@ FORMAT_VERSION = "1"
 WEAK_MARGIN = 0.05
 """Below this margin in |correlation| a coordinate's partner could as well be another one."""
 
+BASELINES = ("signed", "permutation")
+"""Objectives of :class:`~signed_align.matching.Objective` that give every coordinate the sign +."""
+
 _KINDS = {"signed_permutation": SignedPermutation}
 
 

@@ -491,6 +491,11 @@ def transport_all(
     }
 
 
+def spaces_of(axes: Axes) -> set[str]:
+    """The spaces that the axes of a tensor index."""
+    return {space for label in axes if label is not None for space in label.spaces}
+
+
 def kind_of(space: str) -> str:
     """The kind of a space by its name: ``mlp`` of ``mlp:layers.3.mlp``."""
     return space.partition(":")[0]

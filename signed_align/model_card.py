@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from signed_align.matching import Objective
+from signed_align.gauge import BASELINES
 from signed_align.provenance import RECORD_NAME, Record
 
 CARD_NAME = "README.md"
@@ -143,8 +143,8 @@ def _gauge_words(step: Mapping[str, Any]) -> str:
             else ""
         )
         objective = gauge.get("objective")
-        baseline = objective in (Objective.SIGNED.value, Objective.PERMUTATION.value)
-        warned = f", the baseline `{objective}`, whose signs are all +" if baseline else ""
+        known = objective in BASELINES
+        warned = f", the baseline `{objective}`, whose signs are all +" if known else ""
         how = gauge.get("method", "elsewhere")
         words.append(f"gauge `{gauge['hash'][:12]}` from {how}{warned}{sure}")
     return f"Through {'; '.join(words)}." if words else ""

@@ -81,7 +81,8 @@ def apply(
     """
     warn_of_verdict(gauge)
     checkpoint = Checkpoint.open(model)
-    sources = Sources.of([*checkpoint.files.values(), *other_files(checkpoint)])
+    others = list(other_files(checkpoint))
+    sources = Sources.of([*checkpoint.files.values(), *others])
     gauge = gauge.inverse() if inverse else gauge
     if not any_source:
         gauge.require_source(checkpoint.identity)
@@ -105,7 +106,7 @@ def apply(
                 origin=partial(checkpoint.instead, gauge),
             )
         meter.close()
-        others = [file for file in other_files(checkpoint) if not is_record(file)]
+        others = [file for file in others if not is_record(file)]
         if shards != [checkpoint.path / SINGLE_NAME]:  # the index in use goes with its shards
             shutil.copy2(checkpoint.path / INDEX_NAME, temporary)
             others.remove(checkpoint.path / INDEX_NAME)

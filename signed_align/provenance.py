@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -19,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from signed_align.errors import ArtifactError
-from signed_align.gauge import Gauge, ModelIdentity
+from signed_align.gauge import BASELINES, Gauge, ModelIdentity
+from signed_align.json_values import finite
+from signed_align.labels import kind_of
 
 RECORD_NAME = "signed_align.json"
 FORMAT = "signed-align-provenance"
@@ -70,7 +71,7 @@ def gauge_summary(gauge: Gauge) -> dict[str, Any]:
     stored = gauge.inverse() if known.get("inverted") else gauge  # as its file has it
     return {
         "hash": stored.content_hash,
-        "spaces": sorted({space.partition(":")[0] for space in gauge.elements}),
+        "spaces": sorted(set(map(kind_of, gauge.elements))),
         **{key: known[key] for key in kept if key in known},
         **({"steps": len(known["path"])} if isinstance(known.get("path"), list) else {}),
     }
@@ -130,10 +131,11 @@ class Record:
         return cls(tuple(steps), files)
 
     @classmethod
-    def current(cls, output: Path) -> Record:
-        """The record of an artifact, if its files are still what the last step wrote; else none."""
+    def current(cls, output: Path) -> tuple[Record, list[str]]:
+        """The record of an artifact, none if files changed since its last step; and those files."""
         record = cls.of(output)
-        return cls() if record.changed(output) else record
+        changed = record.changed(output)
+        return (cls() if changed else record), changed
 
     @property
     def target(self) -> Mapping[str, Any] | None:
@@ -166,7 +168,7 @@ class Record:
             "files": {str(file.relative_to(root)): file_hash(file) for file in sorted(written)},
         }
         try:
-            text = json.dumps(_finite(content), indent=2, allow_nan=False)
+            text = json.dumps(finite(content, instead=str), indent=2, allow_nan=False)
         except RecursionError as error:
             raise ArtifactError(
                 f"the provenance of {output.name} is nested too deeply to be written; remove it "
@@ -177,15 +179,6 @@ class Record:
     def lines(self) -> list[str]:
         """The chain in words, a step a line."""
         return [f"  {_words(step)}" for step in self.steps]
-
-
-def _finite(value: Any) -> Any:
-    """The same with words for numbers that JSON cannot write, which other files may hold."""
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_record(file: Path) -> bool:
@@ -213,8 +206,8 @@ def _words(step: Mapping[str, Any]) -> str:
         found = gauge.get("verdict")
         finding = f", {found['finding']}" if isinstance(found, dict) and "finding" in found else ""
         inverse = "inverse of " if gauge.get("inverted") else ""
-        baseline = gauge.get("objective")
-        known = f", baseline {baseline}" if baseline in ("signed", "permutation") else ""
+        objective = gauge.get("objective")
+        known = f", baseline {objective}" if objective in BASELINES else ""
         words += f"  gauge {inverse}{str(gauge.get('hash'))[:12]} "
         words += f"({gauge.get('method')}{known}{finding})"
     doubt = step.get("doubt")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from signed_align.chart import RESIDUAL
 from signed_align.errors import GaugeError, SignedAlignWarning, UnreliableGaugeError
-from signed_align.gauge import WEAK_MARGIN, Gauge
-from signed_align.matching import Match, Objective
+from signed_align.gauge import BASELINES, WEAK_MARGIN, Gauge
+from signed_align.matching import Match
 from signed_align.signed_permutation import SignedPermutation
 
 NOISE_FACTOR = 2.0
@@ -208,7 +208,7 @@ def warn_of_verdict(gauge: Gauge) -> None:
     """
     verdict = Verdict.of(gauge)
     objective = gauge.provenance.get("objective")
-    baseline = objective in (Objective.SIGNED.value, Objective.PERMUTATION.value)
+    baseline = objective in BASELINES
     if verdict is None or (verdict.finding is Finding.GAUGE and not baseline):
         return
     source, target = _ends(gauge)

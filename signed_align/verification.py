@@ -17,7 +17,7 @@ from signed_align.activations import Batch, some_tokens
 from signed_align.chart import RESIDUAL
 from signed_align.checkpoint import Checkpoint
 from signed_align.errors import CheckpointError, SignedAlignError, VerificationError
-from signed_align.fit import require_fit, share_of, sure_coordinates
+from signed_align.fit import matrices, require_fit, share_of, sure_coordinates
 from signed_align.gauge import Gauge
 from signed_align.labels import kind_of, transport
 from signed_align.recovery import moved_tokens
@@ -300,19 +300,12 @@ def loss_of(logits: Tensor, todo: Sequence[Batch]) -> float:
 def _cosines(gauge: Gauge, source: Checkpoint, target: Checkpoint) -> dict[str, float]:
     """For each kind of space beside the residual stream: the cosine of the weights it moves."""
     products: dict[str, list[float]] = {}
-    for name, partner in source.chart.partners(source.files, target.files).items():
-        shape = source.shape(name)
-        if target.shape(partner) != shape:
-            continue
-        axes = source.chart.axes(name, shape)
-        spaces = {space for label in axes if label is not None for space in label.spaces}
-        inside = spaces - {RESIDUAL.space}
-        kinds = {kind_of(space) for space in inside}
-        if not kinds or not inside <= gauge.elements.keys() or len(shape) < 2:
+    for name, partner, spaces in matrices(source, target):
+        if not spaces or not spaces <= gauge.elements.keys():
             continue
         moved = source.moved(gauge, name).double()
         wanted = target.tensor(partner).double()
-        for kind in kinds:
+        for kind in set(map(kind_of, spaces)):
             sums = products.setdefault(kind, [0.0, 0.0, 0.0])
             for place, (x, y) in enumerate([(moved, wanted), (moved, moved), (wanted, wanted)]):
                 sums[place] += float((x * y).sum())

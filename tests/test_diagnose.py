@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from signed_align import Checkpoint, Gauge, SignedAlignError, SignedPermutation, diagnose
 from signed_align import diagnosis as stages
-from signed_align.cli import main
 from signed_align.diagnosis import Relation
 from signed_align.likeness import TokenRows, compare_functions
 from tests import tiny
+from tests.test_cli import run
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "labelled_pairs.py"
 SPEC = importlib.util.spec_from_file_location("labelled_pairs", SCRIPT)
@@ -43,14 +42,6 @@ def family(tmp_path_factory):
     torch.set_num_threads(1)
     yield labelled.Family("llama", tmp_path_factory.mktemp("pairs"))
     torch.set_num_threads(threads)
-
-
-def run(*arguments, code=0):
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
 
 
 def rewritten(source, out, change):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import os
 import shlex
 import sys
@@ -20,12 +19,15 @@ import click
 
 from signed_align import __version__
 from signed_align.errors import SignedAlignError, SignedAlignWarning, one_line, printable
+from signed_align.json_values import finite
 
 BUG = 1
 """The exit code of an exception that is not one of ours. Ours have their own, from 2 on."""
 
 INTERRUPTED = 130
 """The exit code after an interrupt from the keyboard, as shells have it."""
+
+INTERRUPTION = "interrupted; no partial output was left."
 
 TRACEBACK = "SIGNED_ALIGN_TRACEBACK"
 """The environment variable that shows where a bug is."""
@@ -104,8 +106,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            click.echo("error: interrupted; no partial output was left.", err=True)
-            sys.exit(INTERRUPTED)
+            _fail(INTERRUPTION, INTERRUPTED, as_json=False)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -162,7 +163,7 @@ def _run(
         except SignedAlignError as error:
             _fail(str(error), error.exit_code, as_json, **error.details)
         except KeyboardInterrupt:
-            _fail("interrupted; no partial output was left.", INTERRUPTED, as_json)
+            _fail(INTERRUPTION, INTERRUPTED, as_json)
         except Exception as error:
             if TRACEBACK in os.environ:
                 traceback.print_exc()
@@ -185,16 +186,7 @@ def _fail(message: str, code: int, as_json: bool, **details: Any) -> NoReturn:
 
 
 def _json_of(data: dict[str, Any]) -> str:
-    return json.dumps(_finite(data), indent=2, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """The same with null for every number that JSON cannot write."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(finite(data, instead=lambda _: None), indent=2, allow_nan=False)
 
 
 def _quiet_libraries() -> None:

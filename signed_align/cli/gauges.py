@@ -97,7 +97,7 @@ def gauge_command(
     from signed_align.activations import sentences_of
     from signed_align.checkpoint import Checkpoint
     from signed_align.files import require_free
-    from signed_align.gauge import Gauge, by_kind
+    from signed_align.gauge import BASELINES, Gauge, by_kind
     from signed_align.recovery import recover
     from signed_align.reliability import Finding, Verdict, warn_of_verdict
     from signed_align.verification import verified, verify_gauge
@@ -124,7 +124,7 @@ def gauge_command(
         shuffle_pairs=shuffle_pairs,
         accept_weak=accept_weak,
     )
-    unless = "a baseline, whose signs are known to be wrong" if objective != OBJECTIVES[0] else None
+    unless = "a baseline, whose signs are known to be wrong" if objective in BASELINES else None
     if shuffle_pairs or accept_weak:
         unless = "it need not be reliable"
     ends = [Checkpoint.open(source), Checkpoint.open(target)]
